@@ -1,0 +1,75 @@
+"""Settings of the method: how a sequence is cut, what attends to what, what is kept and in which dtype."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+Remat = Literal["none", "dots", "full"]
+Implementation = Literal["reference", "mosaic", "triton"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dense:
+    """Every query attends to every earlier token of its segment: the gradient equals that of full attention."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the method, all static under `jax.jit`. The result does not depend on any of them but `attention`,
+    up to rounding."""
+
+    chunk: int = 4096
+    """Tokens that pass through the layers together: a multiple of `page`. Activation memory is that of one chunk."""
+
+    page: int = 128
+    """Tokens in a page of the key/value pools."""
+
+    attention: Dense = dataclasses.field(default_factory=Dense)
+    """Which earlier tokens a query attends to."""
+
+    remat: Remat = "dots"
+    """What the recomputed chunk keeps for its backward pass: `"none"` recomputes nothing and keeps every intermediate,
+    `"dots"` keeps the results of matrix products, `"full"` keeps only the inputs of each half layer."""
+
+    grad_dtype: DTypeLike | None = None
+    """dtype of the returned gradients, which are summed in it. None: float32 (float64 for a float64 model)."""
+
+    kv_dtype: DTypeLike | None = None
+    """dtype of the key and value pools. None: the model's."""
+
+    kv_grad_dtype: DTypeLike | None = None
+    """dtype of the key and value gradient pools. None: float32 (float64 for a float64 model)."""
+
+    implementation: Implementation | None = None
+    """Which attention runs. None picks the best for the device; a named one never falls back."""
+
+    def __post_init__(self):
+        if self.page < 8:
+            raise ValueError(f"page={self.page}: a page holds at least 8 tokens; the GPU kernels take 64 or 128")
+        if self.chunk < self.page or self.chunk % self.page:
+            below = max(self.page, self.chunk // self.page * self.page)
+            raise ValueError(
+                f"chunk={self.chunk}: a chunk is a multiple of page={self.page}; the nearest that fits is {below}"
+            )
+        if self.remat not in ("none", "dots", "full"):
+            raise ValueError(f"remat={self.remat!r}: one of 'none', 'dots', 'full'")
+        for name in ("grad_dtype", "kv_dtype", "kv_grad_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None:
+                # Equal settings must be equal and hashable however the dtype was spelt.
+                object.__setattr__(self, name, _float_dtype(name, dtype))
+
+
+def _float_dtype(name: str, dtype: DTypeLike) -> np.dtype:
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise ValueError(f"{name}={dtype}: a floating-point dtype of 16 bits or more, such as 'bfloat16' or 'float32'")
+    return dtype
+
+
+def accumulator(dtype: DTypeLike) -> np.dtype:
+    """dtype of sums, softmax, norms and the loss for a model of `dtype`: float32, float64 for float64."""
+    return jnp.promote_types(dtype, jnp.float32)

@@ -1,0 +1,33 @@
+"""The letters and array types used in every signature.
+
+    B  sequences in a batch          L  layers                     S  tokens in a page
+    T  tokens in a sequence          N  query heads                P  pages in a pool
+    C  tokens in a chunk             M  key/value heads            K  selected pages of a query page
+    n  chunks in a sequence          G  query heads per key/value  U  unique pages in a staging buffer
+    D  model width                   H  head width                 V  vocabulary
+    F  feed-forward width
+
+A pool is `[L, P, M, S, H]`: one head of one page is contiguous. A page of S queries is a *query page*.
+"""
+
+from jaxtyping import Array, Float, Int
+
+Tokens = Int[Array, "*B T"]
+"""int32 token ids."""
+
+Labels = Int[Array, "*B T"]
+"""int32 next-token ids, aligned with the tokens (already shifted); -100 = no loss here."""
+
+Segments = Int[Array, "*B T"]
+"""int32 document ids, never decreasing along a sequence; a token attends only inside its own document."""
+
+Hidden = Float[Array, "C D"]
+Positions = Int[Array, " C"]
+Queries = Float[Array, "C N H"]
+Keys = Float[Array, "C M H"]
+Values = Float[Array, "C M H"]
+Pool = Float[Array, "L P M S H"]
+Scalar = Float[Array, ""]
+
+IGNORE = -100
+"""The label of a token that has no loss."""

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from oomb_jax.shapes import accumulator as accumulator
+
 Remat = Literal["none", "dots", "full"]
 Implementation = Literal["reference", "mosaic", "triton"]
 
@@ -68,8 +70,3 @@ def _float_dtype(name: str, dtype: DTypeLike) -> np.dtype:
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise ValueError(f"{name}={dtype}: a floating-point dtype of 16 bits or more, such as 'bfloat16' or 'float32'")
     return dtype
-
-
-def accumulator(dtype: DTypeLike) -> np.dtype:
-    """dtype of sums, softmax, norms and the loss for a model of `dtype`: float32, float64 for float64."""
-    return jnp.promote_types(dtype, jnp.float32)

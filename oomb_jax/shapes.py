@@ -10,6 +10,9 @@
 A pool is `[L, P, M, S, H]`: one head of one page is contiguous. A page of S queries is a *query page*.
 """
 
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 Tokens = Int[Array, "*B T"]
@@ -31,3 +34,13 @@ Scalar = Float[Array, ""]
 
 IGNORE = -100
 """The label of a token that has no loss."""
+
+
+def accumulator(dtype: DTypeLike) -> np.dtype:
+    """dtype of sums, softmax, norms and the loss for a model of `dtype`: float32, or float64 for float64."""
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+
+
+def iota(n: int) -> Int[Array, " n"]:
+    """0 .. n-1 in int32, the dtype of every index, also where float64 is enabled."""
+    return jnp.arange(n, dtype=jnp.int32)

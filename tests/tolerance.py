@@ -2,3 +2,7 @@
 
 F64_GRADIENT = 1e-12  # float64 chunked against full attention: rounding of a few thousand terms, 2**-52 each
 F32_GRADIENT = 1e-5  # the same in float32
+OPTIMIZER_STEP = 1e-6  # a few float32 steps of an update rule against float64: about ten roundings of 2**-24
+PARITY_LOGITS = 1e-4  # float32 logits of size 1 to 10 against transformers: two orders of summation
+PARITY_GRADIENT = 1e-4  # norm of the difference over the norm, per tensor, for the same reason
+ROPE = 1e-6  # cos and sin at any int32 position: a fraction of a turn kept to 2**-25 and float32 sine

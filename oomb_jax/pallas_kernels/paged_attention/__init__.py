@@ -1,0 +1,4 @@
+"""Attention of one chunk to its own keys and to earlier pages of a key/value pool, forward and backward."""
+
+from oomb_jax.pallas_kernels.paged_attention.api import paged_attention as paged_attention
+from oomb_jax.pallas_kernels.paged_attention.api import paged_attention_vjp as paged_attention_vjp

@@ -1,0 +1,135 @@
+"""The operation as users call it: arguments, checks and the choice of an implementation."""
+
+from typing import Literal
+
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from oomb_jax.pallas_kernels.paged_attention import reference
+
+Implementation = Literal["reference", "mosaic", "triton"]
+"""Every name that this operation will answer to; `reference` is the one that exists."""
+
+Chunk = Float[Array, "C N H"]
+ChunkKV = Float[Array, "C M H"]
+Pool = Float[Array, "L P M S H"]
+Statistics = Float[Array, "N C"]
+Table = Int[Array, "R K"]
+ChunkSegments = Int[Array, " C"]
+PoolSegments = Int[Array, "pages S"]
+
+
+def paged_attention(
+    q: Chunk,
+    k_new: ChunkKV,
+    v_new: ChunkKV,
+    k_pool: Pool,
+    v_pool: Pool,
+    layer: Int[Array, ""],
+    table: Table,
+    *,
+    q_segments: ChunkSegments | None = None,
+    pool_segments: PoolSegments | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Chunk, Statistics]:
+    """Attention of a chunk of C queries to its own keys, causally, and to the pages that a table names.
+
+    With j running over the own tokens up to i and all tokens of the pages in i's row of the table,
+
+        out_i = sum_j softmax_j(q_i · k_j / sqrt(H)) v_j        lse_i = log sum_j exp(q_i · k_j / sqrt(H))
+
+    Args:
+      q: queries after RoPE. Query head n reads key/value head n // (N / M).
+      k_new, v_new: the chunk's own keys and values, not read from the pool.
+      k_pool, v_pool: all layers' pages, possibly of a narrower dtype; only pages named in the table are read.
+      layer: int32 scalar, which layer of the pools.
+      table: int32 page ids. R = 1: one row for all queries; R > 1: row r serves the r-th C/R queries. Every page
+        holds tokens before the chunk. Ids of a row are distinct; negative entries are padding and end the row.
+      q_segments, pool_segments: document ids of the chunk's tokens and, by page id, of the pages' tokens; both or neither. A query
+        attends only to keys of its own document.
+      implementation: None picks the best for the device.
+
+    Returns:
+      out in q's dtype, and lse in float32 (float64 for float64 queries).
+
+    Raises:
+      ValueError: the shapes do not fit together.
+      NotImplementedError: the named implementation does not exist for this input.
+    """
+    _check(q, k_new, k_pool, table, q_segments, pool_segments)
+    _choose(implementation)
+    return reference.forward(
+        q, k_new, v_new, k_pool, v_pool, layer, table, q_segments=q_segments, pool_segments=pool_segments
+    )
+
+
+def paged_attention_vjp(
+    q: Chunk,
+    k_new: ChunkKV,
+    v_new: ChunkKV,
+    k_pool: Pool,
+    v_pool: Pool,
+    dk_pool: Pool,
+    dv_pool: Pool,
+    layer: Int[Array, ""],
+    table: Table,
+    out: Chunk,
+    lse: Statistics,
+    d_out: Chunk,
+    *,
+    q_segments: ChunkSegments | None = None,
+    pool_segments: PoolSegments | None = None,
+    rounding_key: PRNGKeyArray | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Chunk, ChunkKV, ChunkKV, Pool, Pool]:
+    """Gradient of `paged_attention`: the arguments of the forward call, its results, and the gradient of `out`.
+
+    Args:
+      dk_pool, dv_pool: gradient pools. The pages in the table have this chunk's share added: in float32 (float64),
+        then rounded once to the pool's dtype. No other page is read or written.
+      out, lse: results of `paged_attention` for the same arguments.
+      d_out: gradient of out.
+      rounding_key: rounds stochastically where the gradient pools are narrower than float32. None: to nearest.
+
+    Returns:
+      dq in q's dtype; dk_new and dv_new, what the chunk's own queries give to its own keys and values, in float32
+      (float64); the two gradient pools.
+    """
+    _check(q, k_new, k_pool, table, q_segments, pool_segments)
+    _choose(implementation)
+    return reference.backward(
+        q,
+        k_new,
+        v_new,
+        k_pool,
+        v_pool,
+        dk_pool,
+        dv_pool,
+        layer,
+        table,
+        out,
+        lse,
+        d_out,
+        q_segments=q_segments,
+        pool_segments=pool_segments,
+        rounding_key=rounding_key,
+    )
+
+
+def _choose(implementation: Implementation | None) -> None:
+    if implementation not in (None, "reference"):
+        raise NotImplementedError(
+            f"implementation={implementation!r}: paged_attention has only 'reference' so far; pass that, or None"
+        )
+
+
+def _check(q, k_new, k_pool, table, q_segments, pool_segments) -> None:
+    C, N, H = q.shape
+    _, M, _ = k_new.shape
+    if N % M:
+        raise ValueError(f"{N} query heads over {M} key/value heads: the first must be a multiple of the second")
+    if k_pool.shape[2] != M or k_pool.shape[4] != H:
+        raise ValueError(f"pool {k_pool.shape} [L, P, M, S, H] does not hold {M} heads of width {H}")
+    if C % table.shape[0]:
+        raise ValueError(f"table of {table.shape[0]} rows for {C} queries: each row serves the same number of queries")
+    if (q_segments is None) != (pool_segments is None):
+        raise ValueError("q_segments and pool_segments go together: give both or neither")

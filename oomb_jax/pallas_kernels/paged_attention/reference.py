@@ -1,0 +1,256 @@
+"""Paged attention in plain JAX: the definition that every kernel is tested against.
+
+Blocks of keys are visited one after the other with the running softmax of FlashAttention (arXiv 2205.14135,
+algorithm 1; the backward pass is its algorithm 4), all in float32, or float64 for float64 queries. Loops over pages
+have a trip count that is known only at run time, so a chunk costs as much as the pages before it.
+
+Inside this file queries are [M, G, R, Q, H] (R table rows of Q queries), keys of a block [R or 1, M, U, H].
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from oomb_jax.rounding import stochastic_round
+from oomb_jax.shapes import accumulator, iota
+
+HIGHEST = lax.Precision.HIGHEST  # the default on a GPU would be TensorFloat-32
+
+
+class Softmax(NamedTuple):
+    """Running softmax of every query over the keys seen so far."""
+
+    maximum: Float[Array, "M G R Q"]
+    total: Float[Array, "M G R Q"]
+    values: Float[Array, "M G R Q H"]
+
+
+class Block(NamedTuple):
+    """Keys and values of U tokens, and which query may attend to which of them."""
+
+    k: Float[Array, "r M U H"]
+    v: Float[Array, "r M U H"]
+    mask: Bool[Array, "r q U"]
+
+
+def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_segments):
+    """See `api.paged_attention`."""
+    C, N, H = q.shape
+    M, R = k_new.shape[1], table.shape[0]
+    dtype = accumulator(q.dtype)
+    grouped = _group(q.astype(dtype), M, 1)
+    own_blocks, own_block = _own_blocks(k_new, v_new, q_segments, dtype, N)
+    page_blocks, page_block = _page_blocks(k_pool, v_pool, layer, table, q_segments, pool_segments, dtype, C, N)
+
+    start = Softmax(
+        jnp.full((M, N // M, 1, C), -jnp.inf, dtype),
+        jnp.zeros((M, N // M, 1, C), dtype),
+        jnp.zeros((M, N // M, 1, C, H), dtype),
+    )
+    state = lax.fori_loop(0, own_blocks, lambda j, state: _attend(state, grouped, own_block(j)), start)
+    by_row = _regroup((state, grouped), R)
+    state, _ = lax.fori_loop(0, page_blocks, lambda j, c: (_attend(c[0], c[1], page_block(j)), c[1]), by_row)
+
+    total = jnp.where(state.total == 0, 1, state.total)
+    lse = jnp.where(state.total == 0, -jnp.inf, state.maximum + jnp.log(total))
+    out = _ungroup(state.values / total[..., None])
+    return out.astype(q.dtype), lse.reshape(N, C)
+
+
+def backward(
+    q,
+    k_new,
+    v_new,
+    k_pool,
+    v_pool,
+    dk_pool,
+    dv_pool,
+    layer,
+    table,
+    out,
+    lse,
+    d_out,
+    *,
+    q_segments,
+    pool_segments,
+    rounding_key,
+):
+    """See `api.paged_attention_vjp`."""
+    C, N, _ = q.shape
+    M, R = k_new.shape[1], table.shape[0]
+    dtype = accumulator(q.dtype)
+    grouped, d_grouped = (_group(x.astype(dtype), M, 1) for x in (q, d_out))
+    lse = lse.reshape(M, N // M, 1, C)
+    # sum_j p_ij dp_ij = out_i · d_out_i, so the softmax's backward pass needs no second sweep over the keys.
+    delta = jnp.sum(_group(out.astype(dtype), M, 1) * d_grouped, axis=-1)
+    own_blocks, own_block = _own_blocks(k_new, v_new, q_segments, dtype, N)
+    page_blocks, page_block = _page_blocks(k_pool, v_pool, layer, table, q_segments, pool_segments, dtype, C, N)
+
+    def own(j, carry):
+        dq, dk, dv = carry
+        block = own_block(j)
+        more_dq, block_dk, block_dv = _block_gradient(grouped, lse, delta, d_grouped, block)
+        put = lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part[0], j * part.shape[2], axis=1)
+        return dq + more_dq, put(dk, block_dk), put(dv, block_dv)
+
+    zero = jnp.zeros((M, C, q.shape[2]), dtype)
+    dq, dk_new, dv_new = lax.fori_loop(0, own_blocks, own, (jnp.zeros_like(grouped), zero, zero))
+
+    rows = _regroup((grouped, lse, delta, d_grouped), R)
+    width = _pages_per_block(k_pool, table, C, N)
+
+    def pages(j, carry):
+        dq, dk_pool, dv_pool = carry
+        more_dq, block_dk, block_dv = _block_gradient(*rows, page_block(j))
+        ids = lax.dynamic_slice_in_dim(_padded(table, width), j * width, width, axis=1)
+        key = None if rounding_key is None else jax.random.fold_in(rounding_key, j)
+        dk_pool, dv_pool = (
+            _add_pages(pool, layer, ids, part, key, salt)
+            for salt, (pool, part) in enumerate(((dk_pool, block_dk), (dv_pool, block_dv)))
+        )
+        return dq + more_dq, dk_pool, dv_pool
+
+    dq, dk_pool, dv_pool = lax.fori_loop(0, page_blocks, pages, (_regroup(dq, R), dk_pool, dv_pool))
+    dk_new, dv_new = (x.swapaxes(0, 1) for x in (dk_new, dv_new))
+    return _ungroup(dq).astype(q.dtype), dk_new, dv_new, dk_pool, dv_pool
+
+
+def _attend(state: Softmax, q: Float[Array, "M G R Q H"], block: Block) -> Softmax:
+    scores = _scores(q, block)
+    maximum = jnp.maximum(state.maximum, scores.max(axis=-1))
+    # A query that has seen no key yet has maximum -inf; subtracting it would give NaN.
+    base = jnp.where(jnp.isneginf(maximum), 0, maximum)
+    weights = jnp.exp(scores - base[..., None])
+    decay = jnp.exp(state.maximum - base)
+    return Softmax(
+        maximum,
+        state.total * decay + weights.sum(axis=-1),
+        state.values * decay[..., None] + _dot("mgrqu,rmuh->mgrqh", weights, block.v),
+    )
+
+
+def _block_gradient(q, lse, delta, d_out, block: Block):
+    """Gradients of the queries and of one block's keys and values."""
+    scores = _scores(q, block)
+    base = jnp.where(jnp.isneginf(lse), 0, lse)
+    weights = jnp.exp(scores - base[..., None])
+    d_weights = _dot("mgrqh,rmuh->mgrqu", d_out, block.v)
+    d_scores = weights * (d_weights - delta[..., None]) * q.shape[-1] ** -0.5
+    dq = _dot("mgrqu,rmuh->mgrqh", d_scores, block.k)
+    dk = _dot("mgrqu,mgrqh->rmuh", d_scores, q)
+    dv = _dot("mgrqu,mgrqh->rmuh", weights, d_out)
+    return dq, dk, dv
+
+
+def _scores(q, block: Block):
+    scores = _dot("mgrqh,rmuh->mgrqu", q, block.k) * q.shape[-1] ** -0.5
+    return jnp.where(block.mask[None, None], scores, -jnp.inf)
+
+
+def _dot(equation, a, b):
+    return jnp.einsum(equation, a, b, precision=HIGHEST)
+
+
+def _own_blocks(k_new, v_new, q_segments, dtype, N):
+    """The number of blocks of own keys, and a function from j to the j-th block."""
+    C = k_new.shape[0]
+    width = _divisor(C, _block_budget() // (N * C))
+    k, v = (x.astype(dtype).swapaxes(0, 1)[None] for x in (k_new, v_new))
+
+    def block(j):
+        cut = lambda x: lax.dynamic_slice_in_dim(x, j * width, width, axis=2)
+        mask = iota(C)[:, None] >= j * width + iota(width)[None, :]
+        if q_segments is not None:
+            own = lax.dynamic_slice_in_dim(q_segments, j * width, width)
+            mask &= q_segments[:, None] == own[None, :]
+        return Block(cut(k), cut(v), mask[None])
+
+    return C // width, block
+
+
+def _page_blocks(k_pool, v_pool, layer, table, q_segments, pool_segments, dtype, C, N):
+    """The number of blocks that hold a page of the table, and a function from j to the j-th block."""
+    _, _, M, S, H = k_pool.shape
+    R = table.shape[0]
+    width = _pages_per_block(k_pool, table, C, N)
+    padded = _padded(table, width)
+
+    def block(j):
+        ids = lax.dynamic_slice_in_dim(padded, j * width, width, axis=1)
+        valid = ids >= 0
+        safe = jnp.where(valid, ids, 0)
+
+        def gather(pool):
+            pages = pool[layer, safe].astype(dtype)  # [R, width, M, S, H]
+            # Masked scores do not protect from what an unwritten page may hold: 0 * NaN is NaN.
+            pages = jnp.where(valid[:, :, None, None, None], pages, 0)
+            return pages.swapaxes(1, 2).reshape(R, M, width * S, H)
+
+        mask = jnp.repeat(valid, S, axis=1)[:, None, :]
+        if pool_segments is None:
+            mask = jnp.broadcast_to(mask, (R, C // R, width * S))
+        else:
+            keys = pool_segments[safe].reshape(R, 1, width * S)
+            mask &= q_segments.reshape(R, C // R, 1) == keys
+        return Block(gather(k_pool), gather(v_pool), mask)
+
+    longest = jnp.max(jnp.sum(table >= 0, axis=1, dtype=jnp.int32))
+    return (longest + width - 1) // width, block
+
+
+def _add_pages(pool, layer, ids, part, key, salt):
+    """Adds the gradient of one block, [R, M, width * S, H], to its pages; padding is dropped."""
+    _, P, M, S, H = pool.shape
+    R, width = ids.shape
+    part = part.reshape(R, M, width, S, H).swapaxes(1, 2)
+    where = jnp.where(ids >= 0, ids, P + iota(width)[None])  # `drop` skips what is past the end; never an alias
+    at = pool.at[layer, where]
+    if jnp.finfo(pool.dtype).bits >= jnp.finfo(part.dtype).bits:
+        return at.add(part.astype(pool.dtype), mode="drop", unique_indices=R == 1)
+    if R > 1:
+        # Rows share pages, and a narrow pool must be rounded once, not once a row.
+        raise NotImplementedError(f"a gradient pool of {pool.dtype} with a row of pages per query page: use float32")
+    total = pool[layer, jnp.where(ids >= 0, ids, 0)].astype(part.dtype) + part
+    if key is None:
+        return at.set(total.astype(pool.dtype), mode="drop", unique_indices=True)
+    rounded = stochastic_round(total, pool.dtype, jax.random.fold_in(key, salt))
+    return at.set(rounded, mode="drop", unique_indices=True)
+
+
+def _group(x, M, R):
+    """[C, N, H] -> [M, G, R, Q, H]."""
+    C, N, H = x.shape
+    return x.reshape(R, C // R, M, N // M, H).transpose(2, 3, 0, 1, 4)
+
+
+def _ungroup(x):
+    """[M, G, R, Q, H] -> [C, N, H]."""
+    M, G, R, Q, H = x.shape
+    return x.transpose(2, 3, 0, 1, 4).reshape(R * Q, M * G, H)
+
+
+def _regroup(tree, R):
+    """Cuts the queries of [M, G, 1, C, ...] into R rows."""
+    cut = lambda x: x.reshape(*x.shape[:2], R, x.shape[3] // R, *x.shape[4:])
+    return jax.tree.map(cut, tree)
+
+
+def _padded(table, width):
+    return jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)), constant_values=-1)
+
+
+def _pages_per_block(k_pool, table, C, N):
+    return max(1, min(table.shape[1], _block_budget() // (N * C * k_pool.shape[3])))
+
+
+def _block_budget() -> int:
+    """Scores of one block: on a CPU they stay in its cache; a GPU wants few, large kernels (256 MiB of float32)."""
+    return 2**20 if jax.default_backend() == "cpu" else 2**26
+
+
+def _divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that does not exceed limit, at least 1."""
+    return max(d for d in range(1, max(1, min(n, limit)) + 1) if n % d == 0)

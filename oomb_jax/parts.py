@@ -1,0 +1,69 @@
+"""A model as the engine sees it: a stack of layers, and the outer part, which embeds tokens and makes logits.
+
+`model.layers` is one pytree whose leaves have a leading axis L. The outer part is the model with those leaves left out.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from oomb_jax.config import Config
+from oomb_jax.shapes import accumulator, iota
+
+
+@jax.tree_util.register_static
+class _Hole:
+    """Stands in the outer part where a layer's leaf was."""
+
+    def __eq__(self, other):
+        return isinstance(other, _Hole)
+
+    def __hash__(self):
+        return hash(_Hole)
+
+
+def split(model: Any) -> tuple[Any, Any]:
+    """(outer part, layers). Works on a model and on any pytree of the same structure, such as its gradients."""
+    in_layers = lambda path: getattr(path[0], "name", getattr(path[0], "key", None)) == "layers"
+    outer = jax.tree_util.tree_map_with_path(lambda path, x: _Hole() if in_layers(path) else x, model)
+    return outer, model["layers"] if isinstance(model, dict) else model.layers
+
+
+def join(outer: Any, layers: Any) -> Any:
+    """The inverse of `split`."""
+    leaves = iter(jax.tree.leaves(layers))
+    is_hole = lambda x: isinstance(x, _Hole)
+    return jax.tree.map(lambda x: next(leaves) if is_hole(x) else x, outer, is_leaf=is_hole)
+
+
+def layer_count(layers: Any) -> int:
+    """L."""
+    return jax.tree.leaves(layers)[0].shape[0]
+
+
+def layer_at(layers: Any, l: Int[Array, ""] | int) -> Any:
+    """Layer l of the stack."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, l, 0, keepdims=False), layers)
+
+
+def key_shape(model: Any) -> jax.ShapeDtypeStruct:
+    """Shape [tokens, M, H] and dtype of a layer's keys, found without computing anything."""
+
+    def keys(model):
+        h = model.embed(jnp.zeros(8, jnp.int32))
+        return layer_at(model.layers, 0).attention_inputs(h, iota(8))[1]
+
+    return jax.eval_shape(keys, model)
+
+
+def zero_gradients(model: Any, config: Config) -> Any:
+    """Zeros of `config.grad_dtype`, a pytree like the model."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, config.grad_dtype or accumulator(x.dtype)), model)
+
+
+def add(total: Any, more: Any) -> Any:
+    """total + more, in total's dtypes."""
+    return jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more)

@@ -1,0 +1,105 @@
+"""The key/value pools and their gradient pools: made once, passed through every step, updated in place by donation."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from oomb_jax.config import Config
+from oomb_jax.parts import key_shape, layer_count
+from oomb_jax.sequence import chunk_count, chunk_length
+from oomb_jax.shapes import Pool, accumulator
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pools:
+    """Keys, values and their gradients of every layer and page. The content before a step does not matter: a step
+    overwrites or clears whatever it reads."""
+
+    k: Pool
+    v: Pool
+    dk: Pool | None
+    """None: pools for `token_losses`, which has no reverse pass."""
+    dv: Pool | None
+
+    @property
+    def pages(self) -> int:
+        """P, pages of a layer."""
+        return self.k.shape[1]
+
+    @property
+    def page(self) -> int:
+        """S, tokens in a page."""
+        return self.k.shape[3]
+
+
+def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True) -> Pools:
+    """Pools for sequences of up to `ctx` tokens.
+
+    Args:
+      model: a model as `oomb_jax.models` makes it, or its `jax.eval_shape`: only shapes are read.
+      ctx: tokens of the longest sequence, rounded up to whole chunks.
+      config: `page`, `chunk`, `kv_dtype` and `kv_grad_dtype` matter.
+      gradients: False leaves out the gradient pools.
+
+    Returns:
+      Pools of 2·L·P·M·S·H elements of `kv_dtype`, and as many of `kv_grad_dtype`.
+
+    Raises:
+      ValueError: ctx is below 1.
+    """
+    if ctx < 1:
+        raise ValueError(f"ctx={ctx}: a sequence has at least one token")
+    keys = key_shape(model)
+    _, M, H = keys.shape
+    P = chunk_count(ctx, config) * chunk_length(ctx, config) // config.page
+    shape = (layer_count(model.layers), P, M, config.page, H)
+    pool = lambda: jnp.zeros(shape, config.kv_dtype or keys.dtype)
+    gradient = lambda: jnp.zeros(shape, config.kv_grad_dtype or accumulator(keys.dtype)) if gradients else None
+    return Pools(k=pool(), v=pool(), dk=gradient(), dv=gradient())
+
+
+def check_pools(pools: Pools, T: int, config: Config) -> None:
+    """Raises ValueError where the pools were not made for sequences of T tokens with these settings."""
+    if pools.page != config.page:
+        raise ValueError(f"the pools have pages of {pools.page} tokens, config.page={config.page}: make them with it")
+    needed = chunk_count(T, config) * chunk_length(T, config) // config.page
+    if needed > pools.pages:
+        raise ValueError(
+            f"T={T}: {needed} pages of {config.page} tokens, the pools have {pools.pages}; "
+            f"make them with create_pools(model, {T}, config)"
+        )
+
+
+def append(pools: Pools, first: Int[Array, ""], k: Float[Array, "L C M H"], v: Float[Array, "L C M H"]) -> Pools:
+    """Writes the keys and values of whole pages, of every layer, from page `first` on."""
+
+    def put(pool, own):
+        L, C, M, H = own.shape
+        pages = own.reshape(L, C // pools.page, pools.page, M, H).swapaxes(2, 3)
+        return lax.dynamic_update_slice_in_dim(pool, pages.astype(pool.dtype), first, axis=1)
+
+    return dataclasses.replace(pools, k=put(pools.k, k), v=put(pools.v, v))
+
+
+def own_gradients(
+    pools: Pools, layer: Int[Array, ""], first: Int[Array, ""], pages: int
+) -> tuple[Float[Array, "C M H"], Float[Array, "C M H"]]:
+    """What later chunks have added to the gradients of `pages` pages of a layer from page `first` on."""
+
+    def read(pool):
+        _, _, M, S, H = pool.shape
+        zero = jnp.int32(0)
+        own = lax.dynamic_slice(pool, (layer, first, zero, zero, zero), (1, pages, M, S, H))
+        return own[0].swapaxes(1, 2).reshape(pages * S, M, H)
+
+    return read(pools.dk), read(pools.dv)
+
+
+def clear_gradients(pools: Pools) -> Pools:
+    """The pools with gradients 0."""
+    return dataclasses.replace(pools, dk=jnp.zeros_like(pools.dk), dv=jnp.zeros_like(pools.dv))

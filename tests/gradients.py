@@ -1,0 +1,55 @@
+"""Small random models and sequences, and the distance between two gradients."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import oomb_jax
+
+
+def random_model(rng: np.random.Generator, *, layers=2, group=1, kv_heads=1, tied=False, dtype=jnp.float64):
+    """A Qwen2 of a few hundred parameters whose weights, biases and norms are all random and of order one."""
+    config = oomb_jax.models.ModelConfig(
+        vocab_size=31,
+        hidden_size=12,
+        intermediate_size=20,
+        num_hidden_layers=layers,
+        num_attention_heads=group * kv_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+        tie_word_embeddings=tied,
+    )
+    model = oomb_jax.models.create(config, key=jax.random.key(0), dtype=dtype)
+    # Larger than at initialisation, so that attention is not nearly uniform and every gradient matters.
+    draw = lambda x: jnp.asarray(rng.normal(size=x.shape, scale=0.6) + np.asarray(x == 1), dtype)
+    return jax.tree.map(draw, model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    tokens: jax.Array
+    labels: jax.Array
+    segments: jax.Array | None
+
+
+def random_batch(rng: np.random.Generator, shape: tuple[int, ...], *, segments: bool, ignored: float = 0.2) -> Batch:
+    tokens = rng.integers(0, 31, shape)
+    labels = np.where(rng.random(shape) < ignored, -100, rng.integers(0, 31, shape))
+    ids = np.cumsum(rng.random(shape) < 0.05, axis=-1) if segments else None
+    put = lambda x: jnp.asarray(x, jnp.int32)
+    return Batch(put(tokens), put(labels), None if ids is None else put(ids))
+
+
+def gradient_error(actual, expected) -> tuple[float, str]:
+    """The worst leaf's |actual - expected| over the larger of |expected| and 1e-3 of the whole gradient's norm."""
+    worst, name = 0.0, ""
+    norm = lambda x: float(np.linalg.norm(np.asarray(x, np.float64)))
+    whole = np.sqrt(sum(norm(x) ** 2 for x in jax.tree.leaves(expected)))
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        difference = norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+        error = difference / max(norm(b), 1e-3 * whole, np.finfo(np.float64).tiny)
+        if not error <= worst:  # also where it is NaN
+            worst, name = error, jax.tree_util.keystr(path)
+    return worst, name

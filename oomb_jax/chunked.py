@@ -236,9 +236,10 @@ class _Chunk(NamedTuple):
             implementation=self.config.implementation,
             **self.segments,
         )
+        pools = dataclasses.replace(pools, dk=dk_pool, dv=dv_pool)
+        # Read from the updated pools: a read of the old ones after the update would make XLA keep a copy of them.
         later_dk, later_dv = own_gradients(pools, l, self.first_page, self.pages)
         total = lambda own, later: (own + later.astype(own.dtype)).astype(k.dtype)
-        pools = dataclasses.replace(pools, dk=dk_pool, dv=dv_pool)
         return (dq, total(dk, later_dk), total(dv, later_dv)), pools
 
 

@@ -21,10 +21,12 @@ def random_model(rng: np.random.Generator, *, layers=2, group=1, kv_heads=1, tie
         head_dim=8,
         tie_word_embeddings=tied,
     )
-    model = oomb_jax.models.create(config, key=jax.random.key(0), dtype=dtype)
-    # Larger than at initialisation, so that attention is not nearly uniform and every gradient matters.
-    draw = lambda x: jnp.asarray(rng.normal(size=x.shape, scale=0.6) + np.asarray(x == 1), dtype)
-    return jax.tree.map(draw, model)
+    # Larger than at initialisation, so that attention is far from uniform and every gradient matters.
+    def draw(path, x):
+        values = rng.normal(size=x.shape, scale=0.6)
+        return jnp.asarray(values + 1 if "norm" in jax.tree_util.keystr(path) else values, dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, oomb_jax.models.abstract(config, dtype=dtype))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,8 +44,8 @@ def paged_attention(
       layer: int32 scalar, which layer of the pools.
       table: int32 page ids. R = 1: one row for all queries; R > 1: row r serves the r-th C/R queries. Every page
         holds tokens before the chunk. Ids of a row are distinct; negative entries are padding and end the row.
-      q_segments, pool_segments: document ids of the chunk's tokens and, by page id, of the pages' tokens; both or neither. A query
-        attends only to keys of its own document.
+      q_segments, pool_segments: document ids of the chunk's tokens and, by page id, of the pages' tokens; both or
+        neither. A query attends only to keys of its own document.
       implementation: None picks the best for the device.
 
     Returns:

@@ -21,6 +21,7 @@ def random_model(rng: np.random.Generator, *, layers=2, group=1, kv_heads=1, tie
         head_dim=8,
         tie_word_embeddings=tied,
     )
+
     # Larger than at initialisation, so that attention is far from uniform and every gradient matters.
     def draw(path, x):
         values = rng.normal(size=x.shape, scale=0.6)

@@ -4,8 +4,8 @@
     python tests/make_qwen2_golden.py
 
 Each directory holds a model as `save_pretrained` writes it and `expected.safetensors`: `input_ids` [2, 48], `logits`,
-the `loss` over next tokens and `grad.NAME` for every parameter. `qwen2_untied` also has `logits.ROPE` of the same
-weights under each rope scaling in `ropes.json`, an addition to its `config.json`.
+the `loss` over next tokens and `grad.NAME` for every parameter. `qwen2_untied` also has `logits.ROPE` of its first
+sequence under each rope scaling in `ropes.json`, an addition to its `config.json`.
 """
 
 import json
@@ -47,10 +47,11 @@ ROPES = {
     "yarn": {"rope_scaling": {"type": "yarn", **YARN}, "rope_theta": 2e4},
     "yarn_options": {
         "rope_parameters": {
-            **{"rope_type": "yarn", "rope_theta": 2e3, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.25},
-            **{"mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False},
+            **{"rope_type": "yarn", "rope_theta": 2e3, "factor": 4.0, "original_max_position_embeddings": 4096},
+            **{"beta_fast": 4.0, "beta_slow": 0.25, "mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False},
         }
     },
+    "yarn_lone_mscale": {"rope_scaling": {"type": "yarn", **YARN, "mscale": 0.5}},
     "yarn_attention_factor": {"rope_parameters": {"rope_type": "yarn", **YARN, "attention_factor": 1.3}},
 }
 
@@ -76,7 +77,7 @@ def make(name: str, settings: dict) -> None:
     (directory / "generation_config.json").unlink()
     if name == "qwen2_untied":
         for rope, change in ROPES.items():
-            expected[f"logits.{rope}"] = rope_logits(model, {**COMMON, **settings, **change}, tokens)
+            expected[f"logits.{rope}"] = rope_logits(model, {**COMMON, **settings, **change}, tokens[:1])[0]
         (directory / "ropes.json").write_text(json.dumps(ROPES, indent=2) + "\n")
     save_file(expected, directory / "expected.safetensors")
 

@@ -30,9 +30,7 @@ def random_problem(seed, dtype):
     """A model and a batch. The seeds cover T = 1, groups of 1, 3 and 7 query heads, tied heads, batches, segments."""
     rng = np.random.default_rng(seed)
     group, kv_heads = [(1, 2), (3, 1), (7, 2)][seed % 3]
-    model = random_model(
-        rng, layers=1 + seed % 3, group=group, kv_heads=kv_heads, tied=seed % 4 < 2, dtype=dtype
-    )
+    model = random_model(rng, layers=1 + seed % 3, group=group, kv_heads=kv_heads, tied=seed % 4 < 2, dtype=dtype)
     T = 1 if seed == 0 else int(rng.integers(2, 260))
     shape = [(T,), (1, T), (3, T)][int(rng.integers(3))]
     return rng, model, random_batch(rng, shape, segments=seed % 2 == 1)
@@ -129,9 +127,7 @@ def test_segments_that_decrease_are_refused_or_poison_the_loss():
         oomb_jax.value_and_grad(
             model, oomb_jax.create_pools(model, 40, config), batch.tokens, batch.labels, config, segments
         )
-    loss, _, _ = step(
-        model, oomb_jax.create_pools(model, 40, config), batch.tokens, batch.labels, config, segments
-    )
+    loss, _, _ = step(model, oomb_jax.create_pools(model, 40, config), batch.tokens, batch.labels, config, segments)
     assert jnp.isnan(loss)
 
 

@@ -1,0 +1,206 @@
+"""What a run is made of, found from its settings before anything is allocated: device, model, data, memory."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+
+from oomb_jax import models
+from oomb_jax.config import Config
+from oomb_jax.models import hf_config
+from oomb_jax.sequence import chunk_count, chunk_length
+from oomb_jax.train.config import TrainConfig
+from oomb_jax.train.data import Data, check_vocabulary, open_data
+from oomb_jax.train.optimizer import Optimizer, build
+from oomb_jax.train.step import Memory, Step, compile_step
+
+CHUNK = {"cpu": 1024, "gpu": 4096}
+DTYPE = {"cpu": "float32", "gpu": "bfloat16"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """All that is known of a run before its first step."""
+
+    settings: TrainConfig
+    """With every default that depends on the device filled in."""
+
+    config: Config
+    model_config: models.ModelConfig
+    model: Any
+    """Shapes of the model."""
+
+    device: Any
+    data: Data
+    optimizer: Optimizer
+    state: Any
+    """Shapes of the optimizer's state."""
+
+    step: Step
+
+
+def prepare(settings: TrainConfig, say: Callable[[str], None]) -> Run:
+    """Checks the settings against the device, the model and the data, compiles the step, and checks its memory.
+
+    Raises:
+      ValueError, FileNotFoundError, ImportError: a setting does not fit; one line says which, why, and what would.
+    """
+    device = find_device(settings.platform)
+    kind = "cpu" if device.platform == "cpu" else "gpu"
+    config = settings.method(CHUNK[kind])
+    settings = dataclasses.replace(
+        settings,
+        dtype=settings.dtype or DTYPE[kind],
+        chunk=chunk_length(settings.ctx, config),
+        out=settings.directory,
+    )
+    model_config = find_model(settings)
+    model = models.abstract(model_config, dtype=settings.dtype)
+    optimizer = build(settings.optimizer_config(), model)
+    data = open_data(settings.data, tokenizer=settings.tokenizer, heldout=settings.heldout)
+    check_vocabulary(data, model_config.vocab_size)
+    say(describe(settings, model_config, model, data, device))
+    step, state = compile_step(
+        model, optimizer, config, batch=settings.batch, ctx=settings.ctx, packed=settings.pack
+    )
+    limit = memory_limit(device)
+    say(describe_memory(step.memory, limit))
+    check_memory(settings, config, step.memory, limit)
+    return Run(
+        settings=settings,
+        config=config,
+        model_config=model_config,
+        model=model,
+        device=device,
+        data=data,
+        optimizer=optimizer,
+        state=state,
+        step=step,
+    )
+
+
+def find_device(platform: str) -> Any:
+    """The device to run on; a ValueError where the platform that is asked for is not there."""
+    if platform != "auto":
+        jax.config.update("jax_platforms", "cuda" if platform == "gpu" else platform)
+    try:
+        return jax.devices()[0]
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"platform={platform}: JAX finds no such device ({reason}); install the extra cuda13 or cuda12 on a "
+            "machine with an NVIDIA GPU, or use --platform cpu"
+        ) from None
+
+
+def find_model(settings: TrainConfig) -> models.ModelConfig:
+    """The model's configuration, checked against the directory of the weights."""
+    directory = Path(settings.model)
+    config = (
+        hf_config.read(directory, ctx=settings.ctx)
+        if settings.model not in models.names() and directory.is_dir()
+        else models.config(settings.model)
+    )
+    weights = weights_directory(settings)
+    if weights is not None and weights != directory:
+        other = hf_config.read(weights, ctx=settings.ctx)
+        pairs = [(f.name, getattr(config, f.name), getattr(other, f.name)) for f in dataclasses.fields(config)]
+        # Which tokens begin and end a text, and how weights are drawn, does not change what the weights mean.
+        cosmetic = ("bos_token_id", "eos_token_id", "initializer_range")
+        if different := [f"{n} {a} and {b}" for n, a, b in pairs if a != b and n not in cosmetic]:
+            raise ValueError(
+                f"weights={weights}: not weights of {settings.model}, they differ in {'; '.join(different)}; "
+                f"use --model {weights}"
+            )
+    return config
+
+
+def weights_directory(settings: TrainConfig) -> Path | None:
+    """The directory to load weights from; None for random ones."""
+    if settings.weights == "random":
+        return None
+    if settings.weights is not None:
+        return Path(settings.weights)
+    return None if settings.model in models.names() else Path(settings.model)
+
+
+def create_model(run: Run) -> models.Qwen2:
+    """The model's first weights: loaded, or random."""
+    directory = weights_directory(run.settings)
+    dtype = run.settings.dtype
+    if directory is None:
+        return models.create(run.model_config, key=jax.random.key(run.settings.seed), dtype=jnp.dtype(dtype))
+    return models.load(directory, dtype=jnp.dtype(dtype), ctx=run.settings.ctx)
+
+
+def memory_limit(device: Any) -> int:
+    """Bytes that a run may take on the device: what its allocator may hand out, on a CPU what the host has free."""
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return psutil.virtual_memory().available
+
+
+def check_memory(settings: TrainConfig, config: Config, memory: Memory, limit: int) -> None:
+    """Raises ValueError where a step does not fit, naming the largest context that does."""
+    if memory.total <= limit:
+        return
+    chunk = chunk_length(settings.ctx, config)
+    per_chunk = memory.pools // chunk_count(settings.ctx, config)
+    fixed = memory.total - memory.pools
+    fits = (limit - fixed) // per_chunk * chunk
+    way_out = (
+        f"the largest ctx that fits is {fits}"
+        if fits > 0
+        else "no ctx fits: a smaller model, --optimizer adafactor, --master stochastic or --remat full take less"
+    )
+    raise ValueError(
+        f"ctx={settings.ctx}: a step of {settings.model} takes {gib(memory.total)}, {gib(memory.pools)} of it for "
+        f"keys, values and their gradients, and {gib(limit)} is there; {way_out}"
+    )
+
+
+def describe(settings: TrainConfig, config: models.ModelConfig, model: Any, data: Data, device: Any) -> str:
+    """The plan of a run, for people."""
+    method = settings.method(CHUNK["cpu"])
+    chunks, length = chunk_count(settings.ctx, method), chunk_length(settings.ctx, method)
+    weights = weights_directory(settings)
+    heldout = f", {data.heldout.tokens:,} held out" if data.heldout else ""
+    rows = {
+        "model": f"{settings.model}, {models.parameter_count(model):,} parameters in {settings.dtype}, "
+        + (f"weights from {weights}" if weights else f"random weights (seed {settings.seed})"),
+        "device": f"{device.device_kind} ({device.platform})",
+        "context": f"{settings.ctx:,} tokens in {chunks:,} chunks of {length:,}, pages of {settings.page}",
+        "data": f"{settings.data}, {data.tokens:,} tokens{heldout}" + (", packed" if settings.pack else ""),
+        "steps": f"{settings.steps:,} of {settings.batch} x {settings.ctx:,} tokens, {settings.optimizer}, "
+        f"learning rate {settings.learning_rate:g}, {settings.schedule}",
+        "method": f"dense attention, remat {settings.remat}",
+        "out": f"{settings.directory}",
+    }
+    return "\n".join(f"{name:>10}  {value}" for name, value in rows.items())
+
+
+def describe_memory(memory: Memory, limit: int) -> str:
+    """Bytes of a step by kind, for people."""
+    kinds = ", ".join(f"{name} {gib(value)}" for name, value in dataclasses.asdict(memory).items())
+    return f"{'memory':>10}  {gib(memory.total)} of {gib(limit)}: {kinds}"
+
+
+def metadata(run: Run) -> dict[str, Any]:
+    """What is saved with a checkpoint, so that another run's is recognised."""
+    return {
+        "model": json.loads(json.dumps(dataclasses.asdict(run.model_config), default=str)),
+        "settings": json.loads(json.dumps(dataclasses.asdict(run.settings), default=str)),
+        "versions": {"jax": jax.__version__, "numpy": np.__version__},
+    }
+
+
+def gib(count: int) -> str:
+    """Bytes in GiB, for people."""
+    return f"{count / 2**30:.2f} GiB"

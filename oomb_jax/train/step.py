@@ -1,0 +1,213 @@
+"""One training step as a few compiled pieces, a chunk each: a step of minutes can then report and be interrupted.
+
+    begin      clear the gradient pools
+    fill       one chunk of the fill pass
+    reverse    one chunk of the reverse pass
+    evaluate   one chunk of a forward pass with its losses
+    update     the optimizer
+
+They are the pieces of `oomb_jax.value_and_grad` and do the same. All are compiled from shapes before anything is
+allocated, so what the step needs is known before it is taken.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from oomb_jax.chunked import Carry, evaluate, fill, reverse
+from oomb_jax.config import Config
+from oomb_jax.parts import key_shape, zero_gradients
+from oomb_jax.pools import Pools, clear_gradients, create_pools
+from oomb_jax.sequence import Sequence, cut, loss_weight
+from oomb_jax.shapes import accumulator
+from oomb_jax.train.data import Batch
+from oomb_jax.train.optimizer import Optimizer, OptimizerState
+
+Report = Callable[[str, int, int, int, float | None], None]
+"""Called when a chunk is computed: pass, chunks done, chunks of the pass, index of the sequence, and in the reverse
+pass the chunk's share of the loss. What it raises ends the step; model and optimizer are then as before it."""
+
+IN_FLIGHT = 2
+"""Chunks sent to the device before the oldest is waited for: enough to keep it busy, few enough to stop soon."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of a step on the device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    pools: int
+    temporaries: int
+    """The most that any piece takes beside the above, as its compiler says."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(dataclasses.astuple(self))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """The compiled pieces for one model, context and batch."""
+
+    config: Config
+    pieces: dict[str, Any]
+    memory: Memory
+
+    def gradients(
+        self, model: Any, pools: Pools, batch: Batch, report: Report
+    ) -> tuple[Float[np.ndarray, "B n"], Any, Pools]:
+        """Each chunk's share of the mean loss, the gradient, and the pools."""
+        sequences = len(batch.tokens)
+        weight = self.pieces["weight"](batch.labels)
+        grads = self.pieces["zero"]()
+        losses = []
+        for b in range(sequences):
+            sequence = self._cut(batch, b)
+            pools = self.pieces["begin"](pools)
+            with _Window(report, b) as window:
+                for c in range(sequence.chunks - 1):
+                    pools, done = self.pieces["fill"](model, pools, sequence, _index(c))
+                    window.add("fill", c + 1, sequence.chunks - 1, done)
+                carry, shares = Carry(pools=pools, grads=grads), []
+                for c in reversed(range(sequence.chunks)):
+                    carry, loss = self.pieces["reverse"](model, carry, sequence, weight, _index(c))
+                    window.add("reverse", sequence.chunks - c, sequence.chunks, loss)
+                    shares.append(loss)
+                pools, grads = carry.pools, carry.grads
+            losses.append(np.concatenate(jax.device_get(shares))[::-1])
+        return np.stack(losses), grads, pools
+
+    def update(self, model: Any, grads: Any, state: OptimizerState) -> tuple[Any, OptimizerState, dict[str, Array]]:
+        """The optimizer's update; model and state are donated."""
+        return self.pieces["update"](model, grads, state)
+
+    def _cut(self, batch: Batch, b: int) -> Sequence:
+        segments = None if batch.segments is None else batch.segments[b]
+        return self.pieces["cut"](batch.tokens[b], batch.labels[b], segments)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation:
+    """Held-out losses, with the keys and values in the pools of the training step."""
+
+    config: Config
+
+    @functools.cached_property
+    def _chunk(self):
+        @functools.partial(jax.jit, donate_argnums=1)
+        def piece(model, pools, sequence, c):
+            return evaluate(model, pools, sequence, self.config, c)
+
+        return piece
+
+    def losses(self, model: Any, pools: Pools, batch: Batch, report: Report) -> tuple[Float[np.ndarray, "B T"], Pools]:
+        """The loss of every token, 0 where it has no label, and the pools."""
+        rows = []
+        for b, (tokens, labels) in enumerate(zip(batch.tokens, batch.labels, strict=True)):
+            segments = None if batch.segments is None else batch.segments[b]
+            sequence = jax.jit(cut, static_argnames="config")(tokens, labels, segments, self.config)
+            parts = []
+            with _Window(report, b) as window:
+                for c in range(sequence.chunks):
+                    pools, losses = self._chunk(model, pools, sequence, _index(c))
+                    window.add("evaluate", c + 1, sequence.chunks, losses)
+                    parts.append(losses)
+            rows.append(np.concatenate([x.reshape(-1) for x in jax.device_get(parts)])[: len(tokens)])
+        return np.stack(rows), pools
+
+
+def compile_step(
+    model: Any, optimizer: Optimizer, config: Config, *, batch: int, ctx: int, packed: bool
+) -> tuple[Step, Any]:
+    """Compiles the step for a model given by its shapes.
+
+    Returns:
+      The step, and the shapes of the optimizer's state.
+    """
+    shapes = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+    state = shapes(jax.eval_shape(optimizer.init, model))
+    pools = jax.eval_shape(lambda model: create_pools(model, ctx, config), model)
+    grads = jax.eval_shape(lambda model: zero_gradients(model, config), model)
+    row = jax.ShapeDtypeStruct((ctx,), jnp.int32)
+    segments = row if packed else None
+    sequence = jax.eval_shape(functools.partial(cut, config=config), row, row, segments)
+    labels = jax.ShapeDtypeStruct((batch, ctx), jnp.int32)
+    dtype = accumulator(key_shape(model).dtype)
+    weight = jax.ShapeDtypeStruct((), dtype)
+    chunk = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def fill_one(model, pools, sequence, c):
+        return fill(model, pools, sequence, config, c), c + 1
+
+    def reverse_one(model, carry, sequence, weight, c):
+        return reverse(model, carry, sequence, weight, config, c)
+
+    def piece(f, *arguments, **options):
+        return jax.jit(f, **options).lower(*arguments).compile()
+
+    carry = Carry(pools=pools, grads=grads)
+    pieces = {
+        "weight": piece(functools.partial(loss_weight, dtype=dtype), labels),
+        "cut": piece(functools.partial(cut, config=config), row, row, segments),
+        "zero": piece(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)),
+        "begin": piece(clear_gradients, pools, donate_argnums=0),
+        "fill": piece(fill_one, model, pools, sequence, chunk, donate_argnums=1),
+        "reverse": piece(reverse_one, model, carry, sequence, weight, chunk, donate_argnums=1),
+        # With float32 masters the old model is not read; kept all the same, its memory becomes the new one's.
+        "update": piece(optimizer.update, model, grads, state, donate_argnums=(0, 2), keep_unused=True),
+    }
+    temporaries = [p.memory_analysis().temp_size_in_bytes for p in pieces.values()]
+    memory = Memory(
+        weights=tree_bytes(model),
+        gradients=tree_bytes(grads),
+        optimizer=tree_bytes(state),
+        pools=tree_bytes(pools),
+        temporaries=max(temporaries),
+    )
+    return Step(config=config, pieces=pieces, memory=memory), state
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of the arrays of a pytree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+class _Window:
+    """The chunks in flight of one sequence; reports each when it is computed."""
+
+    def __init__(self, report: Report, sequence: int):
+        self._report = report
+        self._sequence = sequence
+        self._sent: collections.deque = collections.deque()
+
+    def __enter__(self) -> "_Window":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        while self._sent and kind is None:
+            self._settle()
+
+    def add(self, name: str, done: int, total: int, marker: Array) -> None:
+        self._sent.append((name, done, total, marker))
+        while len(self._sent) > IN_FLIGHT:
+            self._settle()
+
+    def _settle(self) -> None:
+        name, done, total, marker = self._sent.popleft()
+        marker.block_until_ready()
+        loss = float(marker[0]) if name == "reverse" else None
+        self._report(name, done, total, self._sequence, loss)
+
+
+def _index(c: int) -> np.ndarray:
+    return np.array([c], np.int32)

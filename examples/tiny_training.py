@@ -24,7 +24,7 @@ def main() -> None:
     pools = oomb_jax.create_pools(model, CONTEXT, config)
 
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=5, decay_steps=STEPS))
-    state = optimizer.init(model)
+    state = jax.jit(optimizer.init)(model)
 
     # The pools are donated: a step updates them in place and hands them on.
     value_and_grad = jax.jit(oomb_jax.value_and_grad, static_argnames="config", donate_argnames="pools")

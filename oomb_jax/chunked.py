@@ -15,7 +15,6 @@ A layer is `attention_inputs(h, positions) -> q, k, v`, attention, `attention_ou
 attention and the pools and takes `jax.vjp` of the two other parts; no automatic differentiation runs through a pool.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -79,11 +78,12 @@ def value_and_grad(
       ValueError: shapes do not fit together, the pools are too small, or segments decrease.
     """
     tokens, labels, segments = check_batch(tokens, labels, segments)
-    check_pools(pools, tokens.shape[1], config)
+    check_pools(pools, tokens.shape[1], config, gradients=True)
     weight = loss_weight(labels, accumulator(key_shape(model).dtype))
 
-    def one(carry: Carry, batch_row):
-        sequence = cut(*batch_row, config)
+    def one(carry: Carry, row):
+        tokens, labels, segments = row
+        sequence = cut(tokens, labels, segments, config)
         # No chunk attends to the last one, so it need not be filled.
         pools = fill(model, clear_gradients(carry.pools), sequence, config, iota(sequence.chunks - 1))
         carry = Carry(pools=pools, grads=carry.grads)
@@ -112,17 +112,16 @@ def token_losses(
     tokens, labels, segments = check_batch(tokens, labels, segments)
     check_pools(pools, tokens.shape[1], config)
 
-    def one(pools, batch_row):
-        sequence = cut(*batch_row, config)
+    def one(pools, row):
+        tokens, labels, segments = row
+        sequence = cut(tokens, labels, segments, config)
         return evaluate(model, pools, sequence, config, iota(sequence.chunks))
 
     pools, losses = lax.scan(one, pools, (tokens, labels, segments))
     return losses.reshape(tokens.shape[0], -1)[:, : tokens.shape[1]].reshape(shape), pools
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Carry:
+class Carry(NamedTuple):
     """What the reverse pass hands on from a chunk to the one before it."""
 
     pools: Pools
@@ -195,7 +194,6 @@ class _Chunk(NamedTuple):
     """Where a chunk stands, and what it attends to."""
 
     config: Config
-    index: Int[Array, ""]
     first_page: Int[Array, ""]
     pages: int
     positions: Positions
@@ -215,7 +213,6 @@ class _Chunk(NamedTuple):
             segments = {"q_segments": sequence.segments[c], "pool_segments": by_page}
         return cls(
             config=config,
-            index=c,
             first_page=first_page,
             pages=pages,
             positions=sequence.positions(c),
@@ -236,7 +233,7 @@ class _Chunk(NamedTuple):
             implementation=self.config.implementation,
             **self.segments,
         )
-        pools = dataclasses.replace(pools, dk=dk_pool, dv=dv_pool)
+        pools = pools._replace(dk=dk_pool, dv=dv_pool)
         # Read from the updated pools: a read of the old ones after the update would make XLA keep a copy of them.
         later_dk, later_dv = own_gradients(pools, l, self.first_page, self.pages)
         total = lambda own, later: (own + later.astype(own.dtype)).astype(k.dtype)

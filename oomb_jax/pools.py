@@ -1,9 +1,8 @@
 """The key/value pools and their gradient pools: made once, passed through every step, updated in place by donation."""
 
-import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -14,17 +13,14 @@ from oomb_jax.sequence import chunk_count, chunk_length
 from oomb_jax.shapes import Pool, accumulator
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pools:
+class Pools(NamedTuple):
     """Keys, values and their gradients of every layer and page. The content before a step does not matter: a step
     overwrites or clears whatever it reads."""
 
     k: Pool
     v: Pool
-    dk: Pool | None
-    """None: pools for `token_losses`, which has no reverse pass."""
-    dv: Pool | None
+    dk: Pool
+    dv: Pool
 
     @property
     def pages(self) -> int:
@@ -44,7 +40,7 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
       model: a model as `oomb_jax.models` makes it, or its `jax.eval_shape`: only shapes are read.
       ctx: tokens of the longest sequence, rounded up to whole chunks.
       config: `page`, `chunk`, `kv_dtype` and `kv_grad_dtype` matter.
-      gradients: False leaves out the gradient pools.
+      gradients: False makes gradient pools of no pages, for `token_losses`, which has no reverse pass.
 
     Returns:
       Pools of 2·L·P·M·S·H elements of `kv_dtype`, and as many of `kv_grad_dtype`.
@@ -57,20 +53,22 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
     keys = key_shape(model)
     _, M, H = keys.shape
     P = chunk_count(ctx, config) * chunk_length(ctx, config) // config.page
-    shape = (layer_count(model.layers), P, M, config.page, H)
-    pool = lambda: jnp.zeros(shape, config.kv_dtype or keys.dtype)
-    gradient = lambda: jnp.zeros(shape, config.kv_grad_dtype or accumulator(keys.dtype)) if gradients else None
-    return Pools(k=pool(), v=pool(), dk=gradient(), dv=gradient())
+    pool = lambda pages, dtype: jnp.zeros((layer_count(model.layers), pages, M, config.page, H), dtype)
+    kv = functools.partial(pool, P, config.kv_dtype or keys.dtype)
+    gradient = functools.partial(pool, P if gradients else 0, config.kv_grad_dtype or accumulator(keys.dtype))
+    return Pools(k=kv(), v=kv(), dk=gradient(), dv=gradient())
 
 
-def check_pools(pools: Pools, T: int, config: Config) -> None:
+def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False) -> None:
     """Raises ValueError where the pools were not made for sequences of T tokens with these settings."""
     if pools.page != config.page:
         raise ValueError(f"the pools have pages of {pools.page} tokens, config.page={config.page}: make them with it")
     needed = chunk_count(T, config) * chunk_length(T, config) // config.page
-    if needed > pools.pages:
+    pages = min(pools.pages, pools.dk.shape[1]) if gradients else pools.pages
+    if needed > pages:
+        kind = "gradient pools" if pages < pools.pages else "pools"
         raise ValueError(
-            f"T={T}: {needed} pages of {config.page} tokens, the pools have {pools.pages}; "
+            f"T={T}: {needed} pages of {config.page} tokens, the {kind} have {pages}; "
             f"make them with create_pools(model, {T}, config)"
         )
 
@@ -83,7 +81,7 @@ def append(pools: Pools, first: Int[Array, ""], k: Float[Array, "L C M H"], v: F
         pages = own.reshape(L, C // pools.page, pools.page, M, H).swapaxes(2, 3)
         return lax.dynamic_update_slice_in_dim(pool, pages.astype(pool.dtype), first, axis=1)
 
-    return dataclasses.replace(pools, k=put(pools.k, k), v=put(pools.v, v))
+    return pools._replace(k=put(pools.k, k), v=put(pools.v, v))
 
 
 def own_gradients(
@@ -102,4 +100,4 @@ def own_gradients(
 
 def clear_gradients(pools: Pools) -> Pools:
     """The pools with gradients 0."""
-    return dataclasses.replace(pools, dk=jnp.zeros_like(pools.dk), dv=jnp.zeros_like(pools.dv))
+    return pools._replace(dk=jnp.zeros_like(pools.dk), dv=jnp.zeros_like(pools.dv))

@@ -1,20 +1,18 @@
 """One sequence cut into chunks, with what its attention masks need."""
 
-import dataclasses
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, DTypeLike, Int
 
 from oomb_jax.config import Config
 from oomb_jax.shapes import IGNORE, Labels, Positions, Scalar, Segments, Tokens, iota
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sequence:
+class Sequence(NamedTuple):
     """One sequence, padded at its end to whole chunks. Padding has no label and comes after every real token, so the
     causal mask keeps it out of everything."""
 
@@ -98,7 +96,7 @@ def check_batch(
             raise ValueError(f"{name} have shape {x.shape}, tokens {tokens.shape}: they must be the same")
     if tokens.ndim not in (1, 2) or 0 in tokens.shape:
         raise ValueError(f"tokens have shape {tokens.shape}: [T] or [B, T] with at least one token")
-    if segments is not None and not isinstance(segments, jax.core.Tracer):
+    if segments is not None and not isinstance(segments, Tracer):
         ids = np.atleast_2d(np.asarray(segments))
         wrong = np.argwhere(ids[:, 1:] < ids[:, :-1])
         if len(wrong):
@@ -107,5 +105,5 @@ def check_batch(
                 f"segments decrease from {ids[row, t]} to {ids[row, t + 1]} at token {t + 1} of sequence {row}: "
                 f"number the documents of a sequence in rising order"
             )
-    batch = lambda x: None if x is None else jnp.atleast_2d(x)
-    return batch(tokens), batch(labels), batch(segments)
+    T = tokens.shape[-1]
+    return tokens.reshape(-1, T), labels.reshape(-1, T), None if segments is None else segments.reshape(-1, T)

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 import oomb_jax
+from oomb_jax.config import Remat
 from tests.gradients import gradient_error, random_batch, random_model
 from tests.tolerance import F32_GRADIENT, F64_GRADIENT
+
+REMATS: tuple[Remat, ...] = ("none", "dots", "full")
 
 step = jax.jit(oomb_jax.value_and_grad, static_argnames="config", donate_argnames="pools")
 yardstick = jax.jit(oomb_jax.full_attention_value_and_grad, static_argnames="config")
@@ -22,7 +25,7 @@ def poison(pools):
 
 def random_config(rng, **settings):
     page = int(rng.choice([8, 16]))
-    remat = str(rng.choice(["none", "dots", "full"]))
+    remat = REMATS[int(rng.integers(3))]
     return oomb_jax.Config(page=page, chunk=page * int(rng.integers(1, 6)), remat=remat, **settings)
 
 
@@ -70,8 +73,8 @@ def test_two_calls_give_the_same_bits_whatever_the_pools_held():
     config = random_config(rng)
     arguments = batch.tokens, batch.labels, config, batch.segments
     first, grads, pools = step(model, oomb_jax.create_pools(model, batch.tokens.shape[-1], config), *arguments)
-    for pools in (pools, poison(oomb_jax.create_pools(model, batch.tokens.shape[-1], config))):
-        loss, again, _ = step(model, pools, *arguments)
+    for used in (pools, poison(oomb_jax.create_pools(model, batch.tokens.shape[-1], config))):
+        loss, again, _ = step(model, used, *arguments)
         assert loss == first
         assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), again, grads)))
 
@@ -138,6 +141,9 @@ def test_wrong_shapes_and_pools_are_refused():
     pools = oomb_jax.create_pools(model, 30, config)
     with pytest.raises(ValueError, match=r"create_pools\(model, 40, config\)"):
         oomb_jax.value_and_grad(model, pools, tokens, tokens, config)
+    bare = oomb_jax.create_pools(model, 40, config, gradients=False)
+    with pytest.raises(ValueError, match="the gradient pools have 0"):
+        oomb_jax.value_and_grad(model, bare, tokens, tokens, config)
     with pytest.raises(ValueError, match="pages of 8 tokens"):
         oomb_jax.value_and_grad(model, pools, tokens, tokens, oomb_jax.Config(page=16, chunk=16))
     with pytest.raises(ValueError, match="labels have shape"):

@@ -25,6 +25,7 @@ def temporaries(name, dtype, config, chunks):
     ids = jax.ShapeDtypeStruct((T,), jnp.int32)
     step = jax.jit(oomb_jax.value_and_grad, static_argnames="config", donate_argnames="pools")
     analysis = step.lower(model, pools, ids, ids, config).compile().memory_analysis()
+    assert analysis is not None
     # The donated pools come back in place: nothing of their size may be among the temporaries.
     pool_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pools))
     assert analysis.alias_size_in_bytes >= pool_bytes

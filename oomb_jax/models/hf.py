@@ -150,7 +150,10 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     if (directory / _SINGLE).is_file():
         shards = [_SINGLE]
     elif (directory / _INDEX).is_file():
-        shards = sorted(set(json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        weight_map = hf_config.read_json(directory / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{directory / _INDEX}: has no weight_map")
+        shards = sorted(set(weight_map.values()))
     else:
         raise FileNotFoundError(f"{directory}: holds neither {_SINGLE} nor {_INDEX}; other weight formats are not read")
     missing = [file for file in shards if not (directory / file).is_file()]

@@ -8,19 +8,11 @@ from typing import Any, get_args
 from jax.typing import DTypeLike
 
 from oomb_jax.models.qwen2 import ModelConfig
-from oomb_jax.models.rope import Kind, Rope
+from oomb_jax.models.rope import SETTINGS, Kind, Rope
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-_ROPE_SETTINGS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": (
-        *("factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim"),
-        *("beta_fast", "beta_slow", "truncate"),
-    ),
-}
+_ROPE_SETTINGS = {kind: set(names) - {"ctx"} for kind, names in SETTINGS.items()}
 
 
 def read(directory: Path, *, ctx: int | None = None) -> ModelConfig:
@@ -34,18 +26,26 @@ def read(directory: Path, *, ctx: int | None = None) -> ModelConfig:
         raise FileNotFoundError(f"{directory}: no such directory; a model is a directory with config.json and weights")
     if not file.is_file():
         raise FileNotFoundError(f"{file}: not found; a model directory holds config.json and *.safetensors")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: not a JSON file: {error}") from None
+    raw = read_json(file)
     try:
         return _model_config(raw, ctx)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; anything else there is a `ValueError` that names the file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: not a JSON file: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: holds {type(content).__name__}, not an object")
+    return content
+
+
 def write(config: ModelConfig, dtype: DTypeLike) -> str:
-    """The text of a `config.json` that every `transformers` since 4.37 reads, for parameters of `dtype`."""
+    """The text of a `config.json` for parameters of `dtype`, in the style that `transformers` 4 and 5 read."""
     rope = config.rope
     raw = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -131,7 +131,7 @@ def _rope(raw: dict[str, Any], ctx: int | None) -> Rope:
         raise ValueError("partial_rotary_factor is not supported: Qwen2 turns whole heads")
     if kind not in _ROPE_SETTINGS:
         raise ValueError(f"rope type {kind!r} is not supported: one of {', '.join(get_args(Kind))}")
-    unknown = sorted(set(settings) - set(_ROPE_SETTINGS[kind]))
+    unknown = sorted(set(settings) - _ROPE_SETTINGS[kind] - ({"mscale", "mscale_all_dim"} if kind == "yarn" else set()))
     if unknown:
         raise ValueError(f"rope type {kind!r} has no setting {', '.join(unknown)}: remove it or correct the type")
     trained = raw.get("max_position_embeddings") or 32_768
@@ -172,6 +172,4 @@ def _yarn(settings: dict[str, Any], trained: int) -> dict[str, Any]:
 def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None
-    return {"rope_type": rope.kind} | {
-        name: getattr(rope, name) for name in _ROPE_SETTINGS[rope.kind] if not name.startswith("mscale")
-    }
+    return {"rope_type": rope.kind} | {name: getattr(rope, name) for name in sorted(_ROPE_SETTINGS[rope.kind])}

@@ -192,5 +192,5 @@ def _normal(key: Key[Array, ""], shape: tuple[int, int], stddev: float, dtype: D
         # A normal drawn in bfloat16 would take few values and have short tails.
         return (jax.random.normal(key, columns, accumulator(dtype)) * stddev).astype(dtype)
 
-    # A thousand rows at a time: the embedding of a large model has gigabytes of float32 temporaries otherwise.
-    return jax.lax.map(row, jax.random.split(key, rows), batch_size=1024)
+    # A few rows at a time (4 Mi numbers): the embedding of a large model has gigabytes of temporaries otherwise.
+    return jax.lax.map(row, jax.random.split(key, rows), batch_size=max(1, 2**22 // shape[1]))

@@ -13,6 +13,19 @@ from oomb_jax.shapes import Positions, accumulator
 
 Kind = Literal["default", "linear", "dynamic", "yarn"]
 
+SETTINGS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "ctx"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor"),
+        *("beta_fast", "beta_slow", "truncate"),
+    ),
+}
+"""Fields of `Rope` that mean something to each kind, besides `theta` and `max_position_embeddings`."""
+
+_SCALING = {name for names in SETTINGS.values() for name in names}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
@@ -53,6 +66,10 @@ class Rope:
     def __post_init__(self):
         if self.kind not in get_args(Kind):
             raise ValueError(f"rope type {self.kind!r} is not supported: one of {', '.join(get_args(Kind))}")
+        for field in dataclasses.fields(self):
+            foreign = field.name in _SCALING and field.name not in SETTINGS[self.kind]
+            if foreign and getattr(self, field.name) != field.default:
+                raise ValueError(f"rope type {self.kind!r} has no {field.name}: leave it out or correct the type")
         if self.theta <= 1:
             raise ValueError(f"rope theta={self.theta}: greater than 1")
         if self.factor < 1:

@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         settings = tyro.cli(
             TrainConfig, args=arguments, default=load(settings.config), prog="python -m oomb_jax.train"
         )
-    return dataclasses.replace(settings, config=None)
+    return dataclasses.replace(settings, config=None).check()
 
 
 def prepare_process(settings: TrainConfig) -> None:

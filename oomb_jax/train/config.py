@@ -139,7 +139,12 @@ class TrainConfig:
     config: Path | None = None
     """A settings file, such as the settings.json of an earlier run; flags given beside it win."""
 
-    def __post_init__(self):
+    def check(self) -> "TrainConfig":
+        """The same settings. Not in `__post_init__`: tyro would make a box of help out of the one line that an error is.
+
+        Raises:
+          ValueError: a setting that cannot be, with its rule and the way out.
+        """
         for field, least in _LEAST.items():
             if getattr(self, field) < least:
                 raise ValueError(f"{field}={getattr(self, field)}: at least {least}")
@@ -147,6 +152,7 @@ class TrainConfig:
             raise ValueError(f"heldout={self.heldout}: a share of the text in [0, 1)")
         self.method(chunk=4096)
         self.optimizer_config()
+        return self
 
     def method(self, chunk: int) -> Config:
         """Settings of the method; `chunk` where the run leaves it open."""
@@ -207,9 +213,12 @@ def load(path: Path) -> TrainConfig:
     except (OSError, ValueError) as error:
         raise ValueError(f"config={path}: not a JSON file ({error})") from None
     known = {field.name for field in dataclasses.fields(TrainConfig)}
-    if not isinstance(values, dict) or (unknown := sorted(set(values) - known)):
-        wrong = f"unknown settings {', '.join(unknown)}" if isinstance(values, dict) else "not a JSON object"
-        raise ValueError(f"config={path}: {wrong}; the settings are the flags of --help, with _ for -")
+    if not isinstance(values, dict):
+        raise ValueError(f"config={path}: not a JSON object of settings")
+    if unknown := sorted(set(values) - known):
+        raise ValueError(
+            f"config={path}: unknown settings {', '.join(unknown)}; they are the flags of --help, with _ for -"
+        )
     for name in ("out", "config"):
         if values.get(name) is not None:
             values[name] = Path(values[name])

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -194,7 +194,7 @@ class Loop:
         self.writer.write(number, line)
         self.progress.finish_step(line, log=number % settings.log_every == 0 or number == settings.steps)
 
-    def report(self, name: str, done: int, total: int, sequence: int, loss: float | None) -> None:
+    def report(self, name: Literal["fill", "reverse", "evaluate"], done: int, total: int, sequence: int, loss: float | None) -> None:
         """Called for every computed chunk: shows it, and ends the step where there is reason to."""
         if name != "evaluate":
             self.progress.chunk(name, done, total, sequence=sequence + 1, sequences=self.run_.settings.batch)

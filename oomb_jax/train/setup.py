@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from oomb_jax.train.optimizer import Optimizer, build
 from oomb_jax.train.step import Memory, Step, compile_step
 
 CHUNK = {"cpu": 1024, "gpu": 4096}
-DTYPE = {"cpu": "float32", "gpu": "bfloat16"}
+DTYPE: dict[str, Literal["bfloat16", "float32"]] = {"cpu": "float32", "gpu": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,14 +54,15 @@ def prepare(settings: TrainConfig, say: Callable[[str], None]) -> Run:
     device = find_device(settings.platform)
     kind = "cpu" if device.platform == "cpu" else "gpu"
     config = settings.method(CHUNK[kind])
+    dtype = settings.dtype or DTYPE[kind]
     settings = dataclasses.replace(
         settings,
-        dtype=settings.dtype or DTYPE[kind],
+        dtype=dtype,
         chunk=chunk_length(settings.ctx, config),
         out=settings.directory,
     )
     model_config = find_model(settings)
-    model = models.abstract(model_config, dtype=settings.dtype)
+    model = models.abstract(model_config, dtype=dtype)
     optimizer = build(settings.optimizer_config(), model)
     data = open_data(settings.data, tokenizer=settings.tokenizer, heldout=settings.heldout)
     check_vocabulary(data, model_config.vocab_size)
@@ -87,10 +88,10 @@ def prepare(settings: TrainConfig, say: Callable[[str], None]) -> Run:
 
 def find_device(platform: str) -> Any:
     """The device to run on; a ValueError where the platform that is asked for is not there."""
-    if platform != "auto":
-        jax.config.update("jax_platforms", "cuda" if platform == "gpu" else platform)
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")  # or JAX would start on a GPU too, and take its memory
     try:
-        return jax.devices()[0]
+        return jax.devices(None if platform == "auto" else platform)[0]
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
@@ -152,9 +153,9 @@ def check_memory(settings: TrainConfig, config: Config, memory: Memory, limit: i
     if memory.total <= limit:
         return
     chunk = chunk_length(settings.ctx, config)
-    per_chunk = memory.pools // chunk_count(settings.ctx, config)
-    fixed = memory.total - memory.pools
-    fits = (limit - fixed) // per_chunk * chunk
+    growing = memory.pools + memory.tokens
+    per_chunk = growing / chunk_count(settings.ctx, config)
+    fits = int((limit - (memory.total - growing)) / per_chunk) * chunk
     way_out = (
         f"the largest ctx that fits is {fits}"
         if fits > 0

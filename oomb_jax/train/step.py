@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from oomb_jax.shapes import accumulator
 from oomb_jax.train.data import Batch
 from oomb_jax.train.optimizer import Optimizer, OptimizerState
 
-Report = Callable[[str, int, int, int, float | None], None]
+Report = Callable[[Literal["fill", "reverse", "evaluate"], int, int, int, float | None], None]
 """Called when a chunk is computed: pass, chunks done, chunks of the pass, index of the sequence, and in the reverse
 pass the chunk's share of the loss. What it raises ends the step; model and optimizer are then as before it."""
 
@@ -46,6 +46,7 @@ class Memory:
     gradients: int
     optimizer: int
     pools: int
+    tokens: int
     temporaries: int
     """The most that any piece takes beside the above, as its compiler says."""
 
@@ -166,13 +167,14 @@ def compile_step(
         # With float32 masters the old model is not read; kept all the same, its memory becomes the new one's.
         "update": piece(optimizer.update, model, grads, state, donate_argnums=(0, 2), keep_unused=True),
     }
-    temporaries = [p.memory_analysis().temp_size_in_bytes for p in pieces.values()]
+    analyses = [p.memory_analysis() for p in pieces.values()]
     memory = Memory(
         weights=tree_bytes(model),
         gradients=tree_bytes(grads),
         optimizer=tree_bytes(state),
         pools=tree_bytes(pools),
-        temporaries=max(temporaries),
+        tokens=tree_bytes(sequence) + tree_bytes(labels),
+        temporaries=max(a.temp_size_in_bytes for a in analyses if a is not None),
     )
     return Step(config=config, pieces=pieces, memory=memory), state
 

@@ -171,6 +171,11 @@ def test_missing_and_broken_files(directory):
     with pytest.raises(ValueError, match=f"{shard.name}: not a whole safetensors file"):
         models.load(directory)
     shard.unlink()
+    index = (directory / "model.safetensors.index.json").read_text()
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"index.json: has no weight_map"):
+        models.load(directory)
+    (directory / "model.safetensors.index.json").write_text(index)
     with pytest.raises(FileNotFoundError, match=f"names files that are not there: {shard.name}"):
         models.load(directory)
     (directory / "config.json").write_text("{")

@@ -142,11 +142,11 @@ def test_random_weights():
 
 
 def test_creation_needs_no_float32_copy_of_the_model():
-    config = dataclasses.replace(models.config("tiny"), vocab_size=2**17, num_hidden_layers=32)
+    config = models.config("qwen2.5-7b")  # compiled, never run
     create = jax.jit(lambda key: models.Qwen2(config, key=key, dtype=jnp.bfloat16))
     memory = create.lower(jax.random.key(0)).compile().memory_analysis()
     assert memory is not None
-    assert memory.temp_size_in_bytes < memory.output_size_in_bytes / 2
+    assert memory.temp_size_in_bytes < memory.output_size_in_bytes / 8
 
 
 def test_parameter_names():

@@ -79,6 +79,8 @@ def test_dynamic_scaling_follows_the_length(ctx):
         ({"kind": "yarn", "factor": 2.0}, "needs original_max_position_embeddings"),
         ({"kind": "linear", "factor": 0.5}, "factor=0.5: at least 1"),
         ({"theta": 0.0}, "theta=0.0"),
+        ({"factor": 2.0}, "'default' has no factor"),
+        ({"kind": "linear", "factor": 2.0, "attention_factor": 1.1}, "'linear' has no attention_factor"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):

@@ -99,12 +99,12 @@ def backward(
     zero = jnp.zeros((M, C, q.shape[2]), dtype)
     dq, dk_new, dv_new = lax.fori_loop(0, own_blocks, own, (jnp.zeros_like(grouped), zero, zero))
 
-    rows = _regroup((grouped, lse, delta, d_grouped), R)
+    grouped, lse, delta, d_grouped = _regroup((grouped, lse, delta, d_grouped), R)
     width = _pages_per_block(k_pool, table, C, N)
 
     def pages(j, carry):
         dq, dk_pool, dv_pool = carry
-        more_dq, block_dk, block_dv = _block_gradient(*rows, page_block(j))
+        more_dq, block_dk, block_dv = _block_gradient(grouped, lse, delta, d_grouped, page_block(j))
         ids = lax.dynamic_slice_in_dim(_padded(table, width), j * width, width, axis=1)
         key = None if rounding_key is None else jax.random.fold_in(rounding_key, j)
         dk_pool, dv_pool = (

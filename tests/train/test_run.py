@@ -1,0 +1,273 @@
+"""Whole runs of the training program: what they write, how they end, and that resuming changes nothing."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import oomb_jax
+from oomb_jax.train import loop
+from oomb_jax.train.__main__ import USAGE, main, parse
+from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
+from oomb_jax.train.config import TrainConfig
+from oomb_jax.train.data import Batch
+from oomb_jax.train.metrics import read_records
+from oomb_jax.train.optimizer import OptimizerConfig, build
+from oomb_jax.train.step import compile_step
+from tests.gradients import gradient_error, random_batch, random_model
+from tests.tolerance import F32_GRADIENT
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Tokens and compiled code are kept with the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A small text with something to learn: words of a small vocabulary in random order."""
+    rng = np.random.default_rng(0)
+    words = ["chunk", "page", "layer", "token", "head", "pool"]
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(rng.choice(words, 4000)))
+    return path
+
+
+def flags(text: Path, out: Path, **more) -> list[str]:
+    """A run of a second: 3 chunks of 2 pages, the last one partial."""
+    given = {
+        "model": "tiny", "ctx": 300, "chunk": 128, "page": 64, "steps": 4, "learning_rate": 0.01,
+        "data": text, "out": out, "platform": "cpu",
+    } | more  # fmt: skip
+    return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def test_a_run_learns_and_writes_all_its_files(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(flags(text, out, steps=12, batch=2, eval_every=6, save_every=5, keep=2)) == 0
+    records = read_records(out / "metrics.jsonl")
+    assert [r["step"] for r in records] == list(range(1, 13))
+    assert records[-1]["loss"] < 0.75 * records[0]["loss"]
+    for name in ("learning_rate", "gradient_norm", "tokens_per_second", "model_flops_per_second", "host_memory"):
+        assert all(r[name] > 0 for r in records)
+    evaluations = read_records(out / "evaluations.jsonl")
+    assert [e["step"] for e in evaluations] == [0, 6, 12]
+    assert evaluations[-1]["loss"] < 0.75 * evaluations[0]["loss"]
+    assert evaluations[-1]["position_ends"][-1] == 300
+    # Positions count by their number of tokens in the mean.
+    widths = np.diff([0, *evaluations[-1]["position_ends"]])
+    np.testing.assert_allclose(
+        np.average(evaluations[-1]["loss_by_position"], weights=widths), evaluations[-1]["loss"], rtol=0.02
+    )
+    assert all((out / name).stat().st_size > 1000 for name in ("loss.png", "memory.png"))
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == (10, 12)
+    printed = capsys.readouterr().out
+    assert "3 chunks of 128" in printed
+    assert "held-out loss" in printed
+    assert "--resume" in printed
+    # The run can be made again from its settings.
+    assert parse(["--config", str(out / "settings.json"), "--steps", "20"]) == dataclasses.replace(
+        parse(flags(text, out, steps=20, batch=2, eval_every=6, save_every=5, keep=2)), dtype="float32"
+    )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_in_pieces_is_value_and_grad(packed):
+    rng = np.random.default_rng(1)
+    model = random_model(rng, dtype=jnp.float32)
+    batch = random_batch(rng, (2, 100), segments=packed)
+    config = oomb_jax.Config(page=8, chunk=32)
+    optimizer = build(OptimizerConfig(), model)
+    step, _ = compile_step(model, optimizer, config, batch=2, ctx=100, packed=packed)
+    seen = []
+    losses, grads, _ = step.gradients(
+        model,
+        oomb_jax.create_pools(model, 100, config),
+        Batch(
+            tokens=np.asarray(batch.tokens),
+            labels=np.asarray(batch.labels),
+            segments=None if batch.segments is None else np.asarray(batch.segments),
+        ),
+        lambda *args: seen.append(args[:4]),
+    )
+    loss, expected, _ = jax.jit(oomb_jax.value_and_grad, static_argnames="config")(
+        model, oomb_jax.create_pools(model, 100, config), batch.tokens, batch.labels, config, batch.segments
+    )
+    assert losses.shape == (2, 4)
+    np.testing.assert_allclose(losses.sum(), loss, rtol=F32_GRADIENT)
+    error, name = gradient_error(grads, expected)
+    assert error <= F32_GRADIENT, name
+    fill, reverse = ([(p, i + 1, n, b) for i in range(n)] for p, n, b in (("fill", 3, 0), ("reverse", 4, 0)))
+    assert seen[:7] == fill + reverse
+    assert len(seen) == 14
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"model": "qwen2.5-8b"}, "unknown model 'qwen2.5-8b'"),
+        ({"ctx": 0}, "ctx=0: at least 1"),
+        ({"chunk": 100}, "chunk=100: a chunk is a multiple of page=64; the nearest that fits is 64"),
+        ({"data": "no-such-file.txt"}, "no-such-file.txt"),
+        ({"weights": "no-such-directory"}, "no-such-directory"),
+        ({"platform": "gpu"}, "platform=gpu"),
+        ({"ctx": 2**30}, "the largest ctx that fits is"),
+        ({"trainable": "layers.x_proj.*"}, "matches no parameter"),
+        ({"config": "no-such-settings.json"}, "no-such-settings.json: no such file"),
+        ({"optimizer": "sgd", "b1": 0.9}, "sgd has no such setting"),
+    ],
+)
+def test_what_cannot_run_says_so_in_one_line_and_writes_nothing(text, tmp_path, capsys, more, message):
+    if more.get("platform") == "gpu" and jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    out = tmp_path / "run"
+    platforms = jax.config.jax_platforms
+    try:
+        status = main(flags(text, out, **more))
+    finally:
+        jax.config.update("jax_platforms", platforms)
+    *_, error = capsys.readouterr().err.splitlines()  # what came before tells of the tokenised text
+    assert status == USAGE
+    assert error.startswith("error: ")
+    assert message in error
+    assert not out.exists()
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(text, tmp_path, capsys, monkeypatch):
+    small = dataclasses.replace(oomb_jax.models.config("tiny"), vocab_size=100)
+    monkeypatch.setattr(oomb_jax.models, "config", lambda name: small)
+    assert main(flags(text, tmp_path / "run")) == USAGE
+    assert "vocabulary" in capsys.readouterr().err
+
+
+def test_a_second_run_does_not_overwrite_the_first(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(flags(text, out, steps=1)) == 0
+    before = (out / "metrics.jsonl").read_bytes()
+    assert main(flags(text, out, steps=1)) == USAGE
+    assert "holds a run that is saved at step 1" in capsys.readouterr().err
+    assert main([*flags(text, tmp_path / "other"), "--resume"]) == USAGE
+    assert "no finished checkpoint" in capsys.readouterr().err
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    status = main(flags(text, out, learning_rate=1e30, schedule="constant", clip=1e30, save_every=1))
+    printed = capsys.readouterr().out
+    assert status == loop.FAILED
+    assert "step 2: the loss is nan in chunk 2 of 3 (tokens 256 to 299)" in printed
+    assert "saved at step 1" in printed
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == (1,)
+
+
+def test_a_save_that_fails_is_told_and_the_run_goes_on(text, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "run"
+    save = Checkpoints.save
+
+    def full(self, step, *args, **kwargs):
+        if step == 2:
+            raise CheckpointError("the disk is full")
+        save(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(Checkpoints, "save", full)
+    assert main(flags(text, out, save_every=1)) == 0
+    assert "warning: not saved: the disk is full" in capsys.readouterr().out
+    assert len(read_records(out / "metrics.jsonl")) == 4
+    monkeypatch.setattr(Checkpoints, "save", lambda *_, **__: (_ for _ in ()).throw(CheckpointError("full")))
+    assert main(flags(text, tmp_path / "never", save_every=1)) == loop.FAILED
+
+
+class Process:
+    """A run in a process of its own, to be stopped at a moment of its life."""
+
+    def __init__(self, arguments: list[str], cache: Path):
+        environment = os.environ | {
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = [sys.executable, "-m", "oomb_jax.train", *arguments]
+        self._process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def wait_for(self, text: str) -> None:
+        """Returns once a line of output holds `text`."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if text in line:
+                return
+        raise AssertionError(f"the run ended without {text!r}")
+
+    def end(self, number: signal.Signals | None = None) -> tuple[int, str]:
+        """Sends a signal and waits; exit status and the rest of the output."""
+        if number is not None:
+            self._process.send_signal(number)
+        output, _ = self._process.communicate(timeout=120)
+        return self._process.returncode, output
+
+
+def final_state(out: Path) -> dict[str, Any]:
+    """The step of the latest checkpoint, and dtype, shape and checksum of every leaf in it."""
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        latest = checkpoints.latest()
+        assert latest is not None
+        return {"step": latest, **checkpoints._about(latest)["leaves"]}
+
+
+def test_killed_and_interrupted_runs_resume_bit_for_bit(text, tmp_path):
+    """kill -9 after a save, SIGTERM inside a step, then resumed: parameters, optimizer and losses of a whole run."""
+    cache = tmp_path / "cache"
+    settings = {"steps": 40, "save_every": 5, "batch": 2, "weight_decay": 0.1, "warmup": 3}
+    whole = tmp_path / "whole"
+    process = Process(flags(text, whole, **settings), cache)
+    assert process.end()[0] == 0
+
+    out = tmp_path / "broken"
+    process = Process(flags(text, out, **settings), cache)
+    process.wait_for("step 12/40")
+    assert process.end(signal.SIGKILL)[0] == -signal.SIGKILL
+    process = Process([*flags(text, out, **settings), "--resume"], cache)
+    process.wait_for("resumed from step 10")
+    process.wait_for("step 17/40")
+    time.sleep(0.02)
+    status, output = process.end(signal.SIGTERM)
+    assert status == 128 + signal.SIGTERM
+    assert "SIGTERM: stopped after step" in output
+    assert "go on with" in output
+    process = Process([*flags(text, out, **settings), "--resume"], cache)
+    assert process.end()[0] == 0
+
+    assert final_state(out) == final_state(whole)
+    losses = [[(r["step"], r["loss"]) for r in read_records(d / "metrics.jsonl")] for d in (out, whole)]
+    assert losses[0] == losses[1]
+
+
+def test_a_checkpoint_of_another_model_is_refused(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(flags(text, out, steps=1)) == 0
+    saved = json.loads((out / "settings.json").read_text())
+    assert saved["ctx"] == 300
+    assert main([*flags(text, out, optimizer="lion"), "--resume"]) == USAGE
+    assert "checkpoint of something else" in capsys.readouterr().err
+
+
+def test_flags_stay_few():
+    # Every flag is one more thing to know; a new one takes the place of an old one or has a reason in this number.
+    assert len(dataclasses.fields(TrainConfig)) <= 42

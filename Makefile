@@ -7,7 +7,8 @@ EXTRAS ?=
 
 # The demonstration. `make demo DEMO_FLAGS="--steps 3"` changes it: later flags win.
 demo_run = runs/demo
-demo_command = $(python) -m oomb_jax.train --model tiny --ctx 16384 --out $(demo_run)
+demo_command = $(python) -m oomb_jax.train --model tiny --ctx 16384 --steps 60 --learning-rate 0.02 --warmup 5 \
+	--weight-decay 0 --eval-every 20 --out $(demo_run)
 DEMO_FLAGS ?=
 
 .PHONY: help setup demo test test-latest lint format clean

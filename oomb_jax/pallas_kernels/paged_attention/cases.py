@@ -1,0 +1,97 @@
+"""Shapes and settings on which every implementation is tested and measured."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from oomb_jax.shapes import accumulator
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call of the operation."""
+
+    C: int
+    """Queries of the chunk."""
+    M: int
+    """Key/value heads."""
+    G: int
+    """Query heads per key/value head."""
+    H: int
+    """Head width."""
+    S: int
+    """Tokens in a page."""
+    earlier: int
+    """Pages that each row of the table names."""
+    rows: int = 1
+    """R, rows of the table."""
+    spare: int = 3
+    """Pages of the pool that no row names, and entries of padding in a row."""
+    L: int = 2
+    """Layers of the pools."""
+    segments: bool = False
+    dtype: DTypeLike = "float32"
+    pool_dtype: DTypeLike | None = None
+    """dtype of the key/value pools; None: `dtype`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Random arguments of one call, forward and backward. Pages that no row names hold NaN."""
+
+    forward: tuple[Array, ...]
+    """q, k_new, v_new, k_pool, v_pool, layer, table."""
+    dk_pool: Array
+    dv_pool: Array
+    d_out: Array
+    segments: dict[str, Array]
+
+
+def inputs(case: Case, seed: int) -> Inputs:
+    """Random inputs of a case."""
+    rng = np.random.default_rng(seed)
+    N, P = case.M * case.G, case.rows * case.earlier + case.spare
+
+    def draw(*shape, dtype=case.dtype):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    # Rows of different lengths, ids of a row rising and distinct; with one row, page 0 stays unnamed too.
+    table = np.full((case.rows, case.earlier + case.spare), -1, np.int32)
+    for row in table:
+        count = case.earlier if case.rows == 1 else int(rng.integers(case.earlier + 1))
+        row[:count] = np.sort(rng.choice(np.arange(1, P), size=count, replace=False))
+    unnamed = np.setdiff1d(np.arange(P), table)
+    pool = case.L, P, case.M, case.S, case.H
+    k_pool, v_pool = (draw(*pool, dtype=case.pool_dtype or case.dtype).at[:, unnamed].set(jnp.nan) for _ in range(2))
+    segments = {}
+    if case.segments:
+        # Documents begin anywhere: before the chunk, in it, and between; later pages hold later documents.
+        ids = np.cumsum(rng.random(P * case.S + case.C) < 0.02)
+        segments = {
+            "q_segments": jnp.asarray(ids[-case.C :], jnp.int32),
+            "pool_segments": jnp.asarray(ids[: -case.C].reshape(P, case.S), jnp.int32),
+        }
+    return Inputs(
+        forward=(
+            *(draw(case.C, heads, case.H) for heads in (N, case.M, case.M)),
+            *(k_pool, v_pool, jnp.int32(rng.integers(case.L)), jnp.asarray(table)),
+        ),
+        dk_pool=draw(*pool, dtype=accumulator(case.dtype)),
+        dv_pool=draw(*pool, dtype=accumulator(case.dtype)),
+        d_out=draw(case.C, N, case.H),
+        segments=segments,
+    )
+
+
+SMALL = (
+    Case(C=16, M=1, G=1, H=8, S=8, earlier=0),
+    Case(C=16, M=2, G=3, H=8, S=8, earlier=5),
+    Case(C=24, M=1, G=7, H=16, S=8, earlier=9, segments=True),
+    Case(C=32, M=2, G=2, H=8, S=16, earlier=3, rows=2),
+    Case(C=64, M=1, G=3, H=8, S=16, earlier=4, rows=4, segments=True),
+)
+"""For a CPU, in seconds."""

@@ -9,6 +9,7 @@ from jaxtyping import install_import_hook
 
 # Most of the suite's time is compilation; what a test measures of optimised code, it compiles with optimisations.
 jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_default_matmul_precision", "highest")  # a GPU would round float32 to TensorFloat-32
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook("oomb_jax", "beartype.beartype")

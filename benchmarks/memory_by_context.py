@@ -1,9 +1,10 @@
-"""Memory of one `value_and_grad` by context, as the compiler reports it: nothing is allocated and nothing runs.
+"""Memory of one `value_and_grad` by context: as the compiler reports it, and on a GPU as its allocator measures it.
 
-    python benchmarks/memory_by_context.py --model qwen2.5-7b
+    python benchmarks/memory_by_context.py --model qwen2.5-7b --run 32768
 
 Every step is compiled from shapes for the default device. Weights, gradients and pools are arguments and results of the
-step, temporaries are what it takes besides; an optimizer is not part of it.
+step, temporaries are what it takes besides; an optimizer is not part of it. Up to the context `--run` the step also
+runs once, from the shortest context on, and the allocator's peak is read after each.
 
 The yardstick is `full_attention_value_and_grad`: attention that keeps its scores, and automatic differentiation that
 keeps the activations of all tokens. A flash-attention kernel with gradient checkpointing, which is not measured here,
@@ -30,7 +31,7 @@ from oomb_jax.config import Remat
 GIB = 2**30
 KINDS = {"weights": "#6b6b6b", "gradients": "#56B4E9", "pools": "#0072B2", "temporaries": "#009E73"}
 CHUNKED, YARDSTICK = "#0072B2", "#D55E00"
-FULL = "full_attention_temporaries"
+FULL, MEASURED = "full_attention_temporaries", "measured_peak"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,9 @@ class Settings:
 
     contexts: tuple[int, ...] = tuple(2**i for i in range(12, 21))
     """Lengths of the sequence."""
+
+    run: int = 0
+    """The longest context at which the step also runs, on a GPU; 0: none."""
 
     yardstick: int = 2**17
     """The longest context at which full attention is compiled too; 0: none."""
@@ -67,6 +71,8 @@ class Settings:
     def __post_init__(self):
         if not self.contexts or min(self.contexts) < 1:
             raise ValueError(f"contexts={self.contexts}: one length or more, each at least 1")
+        if list(self.contexts) != sorted(self.contexts):
+            raise ValueError(f"contexts={self.contexts}: rising, for a measured peak is that of all before it")
 
 
 def measure(settings: Settings, context: int) -> dict[str, int]:
@@ -76,7 +82,8 @@ def measure(settings: Settings, context: int) -> dict[str, int]:
     pools = jax.eval_shape(lambda model: oomb_jax.create_pools(model, context, config), model)
     ids = jax.ShapeDtypeStruct((context,), jnp.int32)
     step = jax.jit(oomb_jax.value_and_grad, static_argnames="config", donate_argnames="pools")
-    analysis = _compiled(step, model, pools, ids, ids, config)
+    compiled = step.lower(model, pools, ids, ids, config).compile()
+    analysis = _analysis(compiled)
     gradients = jax.eval_shape(lambda *arguments: step(*arguments, config)[1], model, pools, ids, ids)
     # The pools come back in the memory that they came in; a copy of them would be among the temporaries.
     assert analysis.alias_size_in_bytes >= tree_bytes(pools)
@@ -87,10 +94,28 @@ def measure(settings: Settings, context: int) -> dict[str, int]:
         "pools": tree_bytes(pools),
         "temporaries": analysis.temp_size_in_bytes,
     }
+    if context <= settings.run:
+        record[MEASURED] = run(settings, config, context, compiled)
     if context <= settings.yardstick:
         full = jax.jit(oomb_jax.full_attention_value_and_grad, static_argnames="config")
-        record[FULL] = _compiled(full, model, None, ids, ids, config).temp_size_in_bytes
+        # To choose kernels a GPU's compiler runs them, for which it would take the memory that is not there.
+        options = {} if jax.default_backend() == "cpu" else {"xla_gpu_autotune_level": 0}
+        compiled = full.lower(model, None, ids, ids, config).compile(options)
+        record[FULL] = _analysis(compiled).temp_size_in_bytes
     return record
+
+
+def run(settings: Settings, config: oomb_jax.Config, context: int, compiled: Any) -> int:
+    """Runs the step once with random weights and tokens; the allocator's peak in bytes since the process began."""
+    model = oomb_jax.models.create(settings.model, key=jax.random.key(0), dtype=settings.dtype)
+    pools = oomb_jax.create_pools(model, context, config)
+    ids = jax.random.randint(jax.random.key(1), (context,), 0, model.config.vocab_size, jnp.int32)
+    loss, _, _ = compiled(model, pools, ids, ids)
+    assert jnp.isfinite(loss)
+    stats = jax.devices()[0].memory_stats()
+    if not stats:
+        raise NotImplementedError(f"run={settings.run}: {jax.default_backend()} does not measure memory; use a GPU")
+    return stats["peak_bytes_in_use"]
 
 
 def tree_bytes(tree: Any) -> int:
@@ -111,6 +136,10 @@ def draw(settings: Settings, records: Sequence[dict[str, int]], device: str) -> 
     left.set_xlabel("tokens in the sequence")
 
     right.plot([record["context"] for record in records], total, color=CHUNKED, marker="o", label="value_and_grad")
+    measured = [(record["context"], record[MEASURED] / GIB) for record in records if MEASURED in record]
+    if measured:
+        style = {"color": "black", "marker": "x", "linestyle": "none", "zorder": 3}
+        right.plot(*zip(*measured, strict=True), label="value_and_grad, measured", **style)
     full = [record for record in records if FULL in record]
     sums = [(record["weights"] + record["gradients"] + record[FULL]) / GIB for record in full]
     if full:
@@ -142,8 +171,8 @@ def _tokens(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def _compiled(step: Any, *arguments: Any) -> Any:
-    analysis = step.lower(*arguments).compile().memory_analysis()
+def _analysis(compiled: Any) -> Any:
+    analysis = compiled.memory_analysis()
     if analysis is None:
         raise NotImplementedError(f"{jax.default_backend()}: its compiler does not report memory; run this elsewhere")
     return analysis

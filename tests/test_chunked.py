@@ -91,7 +91,8 @@ def test_no_valid_label_gives_loss_and_gradients_zero():
 
 def test_dtypes_of_pools_and_gradients_are_as_asked():
     rng = np.random.default_rng(0)
-    model = random_model(rng, dtype=jnp.float32)
+    # Small scores: with large ones a rounded key can turn the whole softmax.
+    model = jax.tree.map(lambda x: 0.3 * x, random_model(rng, dtype=jnp.float32))
     batch = random_batch(rng, (100,), segments=False)
     exact = oomb_jax.Config(page=8, chunk=24)
     narrow = dataclasses.replace(exact, kv_dtype="bfloat16", kv_grad_dtype="bfloat16", grad_dtype="bfloat16")
@@ -102,7 +103,7 @@ def test_dtypes_of_pools_and_gradients_are_as_asked():
     _, expected, _ = step(model, oomb_jax.create_pools(model, 100, exact), batch.tokens, batch.labels, exact)
     error, name = gradient_error(grads, expected)
     # Rounding the pools must change the result, and not by more than a few roundings to 8 bits.
-    assert 1e-4 < error < 0.05, name
+    assert 1e-4 < error < 0.02, name
 
 
 def test_token_losses_are_those_of_full_attention():
@@ -115,7 +116,7 @@ def test_token_losses_are_those_of_full_attention():
         )
         assert losses.shape == batch.tokens.shape
         assert (losses[batch.labels == -100] == 0).all()
-        mean = losses.sum() / (batch.labels != -100).sum()
+        mean = losses.sum() / int((batch.labels != -100).sum())
         expected, _, _ = yardstick(model, None, batch.tokens, batch.labels, oomb_jax.Config(), batch.segments)
         np.testing.assert_allclose(mean, expected, rtol=F64_GRADIENT)
 

@@ -47,7 +47,7 @@ _CONFIGS = {
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        initializer_range=0.1,
+        initializer_range=0.05,
         eos_token_id=256,
     ),
     "qwen2.5-0.5b": _qwen25(layers=24, width=896, ff=4_864, heads=14, kv_heads=2, ctx=_32K, tied=True),

@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
@@ -246,7 +247,7 @@ class Loop:
         parts = [(total[a:b].sum(), count[a:b].sum()) for a, b in zip([0, *ends], ends, strict=False)]
         by_position = [float(t / c) if c else math.nan for t, c in parts]
         self.writer.write_evaluation(training.step, loss=loss, position_ends=ends, loss_by_position=by_position)
-        self.say(f"held-out loss {loss:.4f} after step {training.step} ({ctx * settings.batch:,} tokens)")
+        self.say(f"held-out loss {loss:.4f} after step {training.step} ({ctx * settings.batch * settings.eval_batches:,} tokens)")
         return loss
 
     def take_pools(self) -> Pools:
@@ -302,8 +303,10 @@ def facts(run: Run) -> metrics.RunFacts:
 
 def resume_command(settings: TrainConfig) -> str:
     """The command that continues the run."""
+    python, here = Path(sys.executable), Path.cwd()
+    python = python.relative_to(here) if python.is_relative_to(here) else Path("python")
     file = shlex.quote(str(settings.directory / "settings.json"))
-    return f"{shlex.quote(sys.executable)} -m oomb_jax.train --config {file} --resume"
+    return f"{shlex.quote(str(python))} -m oomb_jax.train --config {file} --resume"
 
 
 def step_flops(run: Run) -> float:

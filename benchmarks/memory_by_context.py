@@ -150,12 +150,12 @@ def draw(settings: Settings, records: Sequence[dict[str, int]], device: str) -> 
     right.yaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     right.set_xlabel("tokens in the sequence (both axes logarithmic)")
 
-    for axes in (left, right):
+    for axes, corner in ((left, "upper left"), (right, "center right")):
         axes.set_ylabel("memory (GiB)")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.legend(frameon=False, loc="upper left")
+        axes.legend(frameon=False, loc=corner)
     figure.suptitle(
         f"{settings.model}, {settings.dtype}, chunk {settings.chunk:,}, remat {settings.remat}; "
         f"one gradient, compiled for {device}",
@@ -190,7 +190,7 @@ def main(settings: Settings) -> None:
         "date": datetime.date.today().isoformat(),
         "device": device,
         "jax": jax.__version__,
-        "settings": json.loads(json.dumps(dataclasses.asdict(settings), default=str)),
+        "settings": {k: v for k, v in dataclasses.asdict(settings).items() if k not in ("json", "figure")},
         "unit": "bytes",
         "records": records,
     }

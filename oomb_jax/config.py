@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from oomb_jax.shapes import accumulator as accumulator
-
 Remat = Literal["none", "dots", "full"]
 Implementation = Literal["reference", "mosaic", "triton"]
 

@@ -12,7 +12,7 @@ import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from jaxtyping import Array, PyTree
 
-from oomb_jax.config import accumulator
+from oomb_jax.shapes import accumulator
 from oomb_jax.rounding import stochastic_round
 
 Name = Literal["adamw", "adafactor", "lion", "sgd"]

@@ -7,9 +7,12 @@ EXTRAS ?=
 
 # The demonstration. `make demo DEMO_FLAGS="--steps 3"` changes it: later flags win.
 demo_run = runs/demo
-demo_command = $(python) -m oomb_jax.train --model tiny --ctx 16384 --steps 60 --learning-rate 0.02 --warmup 5 \
-	--weight-decay 0 --eval-every 20 --out $(demo_run)
+demo_command = $(python) -m oomb_jax.train --model tiny --ctx 16384 --steps 60 --learning-rate 0.01 --warmup 5 \
+	--weight-decay 0 --eval-every 20 --eval-batches 4 --out $(demo_run)
 DEMO_FLAGS ?=
+
+# Tests spend their time compiling, each on one core.
+pytest_flags = -n auto --maxprocesses 8
 
 .PHONY: help setup demo test test-latest lint format clean
 
@@ -22,18 +25,19 @@ setup: ## make .venv with everything for development (EXTRAS=cuda13 or cuda12 fo
 demo: ## set up, train the tiny model on real text at a context of 16,384 and show the result (about 8 minutes)
 	@echo "demo: trains a tiny model on the text of Python's standard library; the result goes to $(demo_run)"
 	@sh scripts/setup "$$EXTRAS"
+	@if [ -e $(demo_run) ]; then echo "demo: removes $(demo_run), the result of an earlier demo"; rm -rf $(demo_run); fi
 	$(demo_command) $(DEMO_FLAGS)
 
 test: ## set up, then lint, types and the whole test suite on the CPU (about 10 minutes)
 	@echo "test: style and types first, then the whole test suite on the CPU"
 	@sh scripts/setup dev$${EXTRAS:+,$$EXTRAS}
 	@$(MAKE) --no-print-directory lint
-	$(python) -m pytest
+	$(python) -m pytest $(pytest_flags)
 
 test-latest: ## the test suite with the newest release of jax, in .venv-latest
 	@VENV=.venv-latest LATEST=1 sh scripts/setup dev
 	@.venv-latest/bin/python -c 'import jax, jaxlib; print("test-latest: jax", jax.__version__, "jaxlib", jaxlib.__version__)'
-	.venv-latest/bin/python -m pytest
+	.venv-latest/bin/python -m pytest $(pytest_flags)
 
 lint: ## style and types (after make setup)
 	$(python) -m ruff check

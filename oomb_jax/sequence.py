@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, DTypeLike, Int
 
 from oomb_jax.config import Config
-from oomb_jax.shapes import IGNORE, Labels, Positions, Scalar, Segments, Tokens, iota
+from oomb_jax.shapes import IGNORE, Positions, Scalar, iota
 
 
 class Sequence(NamedTuple):
@@ -84,7 +84,7 @@ def loss_weight(labels: Int[Array, "B T"], dtype: DTypeLike) -> Scalar:
 
 
 def check_batch(
-    tokens: Tokens, labels: Labels, segments: Segments | None
+    tokens: Int[Array, "..."], labels: Int[Array, "..."], segments: Int[Array, "..."] | None
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"] | None]:
     """The arguments as [B, T].
 

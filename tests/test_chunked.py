@@ -9,6 +9,7 @@ import pytest
 
 import oomb_jax
 from oomb_jax.config import Remat
+from oomb_jax.sequence import check_batch
 from tests.gradients import gradient_error, random_batch, random_model
 from tests.tolerance import F32_GRADIENT, F64_GRADIENT
 
@@ -148,7 +149,9 @@ def test_wrong_shapes_and_pools_are_refused():
     with pytest.raises(ValueError, match="pages of 8 tokens"):
         oomb_jax.value_and_grad(model, pools, tokens, tokens, oomb_jax.Config(page=16, chunk=16))
     with pytest.raises(ValueError, match="labels have shape"):
-        oomb_jax.value_and_grad(model, pools, tokens, tokens[:3], config)
+        check_batch(tokens, tokens[:3], None)
+    with pytest.raises(ValueError, match="at least one token"):
+        check_batch(tokens[:0], tokens[:0], None)
     with pytest.raises(ValueError, match="at least one token"):
         oomb_jax.create_pools(model, 0, config)
 
@@ -158,7 +161,6 @@ def test_wrong_shapes_and_pools_are_refused():
     [
         ({"chunk": 100, "page": 16}, "chunk=100: .* page=16; the nearest that fits is 96"),
         ({"page": 4}, "page=4"),
-        ({"remat": "some"}, "remat='some'"),
         ({"kv_dtype": "int8"}, "kv_dtype=int8"),
         ({"grad_dtype": "float8_e4m3fn"}, "grad_dtype=float8_e4m3fn"),
     ],
@@ -166,3 +168,9 @@ def test_wrong_shapes_and_pools_are_refused():
 def test_wrong_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         oomb_jax.Config(**settings)
+
+
+def test_equal_settings_are_equal_however_a_dtype_is_spelt():
+    spelt = [oomb_jax.Config(kv_dtype=dtype) for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"))]
+    assert len({hash(config) for config in spelt}) == 1
+    assert spelt[0] == spelt[1] == spelt[2]

@@ -38,9 +38,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     """Settings from a command line; those of `--config` are the defaults of its other flags."""
     settings = tyro.cli(TrainConfig, args=arguments, prog="python -m oomb_jax.train")
     if settings.config is not None:
-        settings = tyro.cli(
-            TrainConfig, args=arguments, default=load(settings.config), prog="python -m oomb_jax.train"
-        )
+        settings = tyro.cli(TrainConfig, args=arguments, default=load(settings.config), prog="python -m oomb_jax.train")
     return dataclasses.replace(settings, config=None).check()
 
 

@@ -140,7 +140,7 @@ class TrainConfig:
     """A settings file, such as the settings.json of an earlier run; flags given beside it win."""
 
     def check(self) -> "TrainConfig":
-        """The same settings. Not in `__post_init__`: tyro would make a box of help out of the one line that an error is.
+        """The same settings. Not in `__post_init__`: tyro would make a box of help out of an error's one line.
 
         Raises:
           ValueError: a setting that cannot be, with its rule and the way out.

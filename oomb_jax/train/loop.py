@@ -133,9 +133,7 @@ def start(run: Run, checkpoints: Checkpoints, console: Console) -> Training:
     for name, (before, now) in differences.items():
         if name not in ignored:
             console.print(f"note: {name} was {before}, now {now}", highlight=False, soft_wrap=True)
-    return Training(
-        step=latest, model=state["model"], optimizer=state["optimizer"], pools=_pools(run), saved=latest
-    )
+    return Training(step=latest, model=state["model"], optimizer=state["optimizer"], pools=_pools(run), saved=latest)
 
 
 @dataclasses.dataclass(eq=False)
@@ -195,7 +193,9 @@ class Loop:
         self.writer.write(number, line)
         self.progress.finish_step(line, log=number % settings.log_every == 0 or number == settings.steps)
 
-    def report(self, name: Literal["fill", "reverse", "evaluate"], done: int, total: int, sequence: int, loss: float | None) -> None:
+    def report(
+        self, name: Literal["fill", "reverse", "evaluate"], done: int, total: int, sequence: int, loss: float | None
+    ) -> None:
         """Called for every computed chunk: shows it, and ends the step where there is reason to."""
         if name != "evaluate":
             self.progress.chunk(name, done, total, sequence=sequence + 1, sequences=self.run_.settings.batch)
@@ -247,7 +247,8 @@ class Loop:
         parts = [(total[a:b].sum(), count[a:b].sum()) for a, b in zip([0, *ends], ends, strict=False)]
         by_position = [float(t / c) if c else math.nan for t, c in parts]
         self.writer.write_evaluation(training.step, loss=loss, position_ends=ends, loss_by_position=by_position)
-        self.say(f"held-out loss {loss:.4f} after step {training.step} ({ctx * settings.batch * settings.eval_batches:,} tokens)")
+        tokens = ctx * settings.batch * settings.eval_batches
+        self.say(f"held-out loss {loss:.4f} after step {training.step} ({tokens:,} tokens)")
         return loss
 
     def take_pools(self) -> Pools:

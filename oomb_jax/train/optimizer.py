@@ -12,8 +12,8 @@ import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from jaxtyping import Array, PyTree
 
-from oomb_jax.shapes import accumulator
 from oomb_jax.rounding import stochastic_round
+from oomb_jax.shapes import accumulator
 
 Name = Literal["adamw", "adafactor", "lion", "sgd"]
 Schedule = Literal["constant", "cosine", "linear"]

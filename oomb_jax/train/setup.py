@@ -67,9 +67,7 @@ def prepare(settings: TrainConfig, say: Callable[[str], None]) -> Run:
     data = open_data(settings.data, tokenizer=settings.tokenizer, heldout=settings.heldout)
     check_vocabulary(data, model_config.vocab_size)
     say(describe(settings, model_config, model, data, device))
-    step, state = compile_step(
-        model, optimizer, config, batch=settings.batch, ctx=settings.ctx, packed=settings.pack
-    )
+    step, state = compile_step(model, optimizer, config, batch=settings.batch, ctx=settings.ctx, packed=settings.pack)
     limit = memory_limit(device)
     say(describe_memory(step.memory, limit))
     check_memory(settings, config, step.memory, limit)

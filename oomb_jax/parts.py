@@ -26,10 +26,20 @@ class _Hole:
 
 
 def split(model: Any) -> tuple[Any, Any]:
-    """(outer part, layers). Works on a model and on any pytree of the same structure, such as its gradients."""
+    """(outer part, layers). Works on a model and on any pytree of the same structure, such as its gradients.
+
+    Raises:
+      ValueError: JAX does not know the layers' leaves by the name `layers`.
+    """
     in_layers = lambda path: getattr(path[0], "name", getattr(path[0], "key", None)) == "layers"
     outer = jax.tree_util.tree_map_with_path(lambda path, x: _Hole() if in_layers(path) else x, model)
-    return outer, model["layers"] if isinstance(model, dict) else model.layers
+    # A hole is a node without leaves. Layers that stay in the outer part would get no gradient.
+    if len(jax.tree.leaves(outer)) + len(jax.tree.leaves(model.layers)) != len(jax.tree.leaves(model)):
+        raise ValueError(
+            f"{type(model).__name__}: its pytree has no field named `layers`; register it with names, as by "
+            "jax.tree_util.register_dataclass or register_pytree_with_keys"
+        )
+    return outer, model.layers
 
 
 def join(outer: Any, layers: Any) -> Any:

@@ -63,3 +63,29 @@ def test_gradients_of_the_example_equal_full_attention_in_float64(example):
     assert abs(float(loss - expected_loss)) <= F64_GRADIENT * float(expected_loss)
     error, name = gradient_error(grads, expected)
     assert error <= F64_GRADIENT, name
+
+
+def test_a_model_whose_layers_have_no_name_is_refused(example):
+    """JAX numbers the fields of such a class: its layers would pass for outer parameters and get no gradient."""
+    GPT = example[0]["GPT"]
+
+    @jax.tree_util.register_pytree_node_class
+    class Nameless:
+        def __init__(self, table, layers, norm):
+            self.table, self.layers, self.norm = table, layers, norm
+
+        embed, head = GPT.embed, GPT.head
+
+        def tree_flatten(self):
+            return (self.table, self.layers, self.norm), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    model = Nameless(*example[0]["create"](jax.random.key(1)))
+    config, tokens = oomb_jax.Config(page=8, chunk=16), jnp.zeros(20, jnp.int32)
+    with as_users_run_it():
+        pools = oomb_jax.create_pools(model, 20, config)
+        with pytest.raises(ValueError, match="no field named `layers`"):
+            oomb_jax.value_and_grad(model, pools, tokens, tokens, config)

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -17,6 +18,14 @@ REMATS: tuple[Remat, ...] = ("none", "dots", "full")
 
 step = jax.jit(oomb_jax.value_and_grad, static_argnames="config", donate_argnames="pools")
 yardstick = jax.jit(oomb_jax.full_attention_value_and_grad, static_argnames="config")
+
+
+@pytest.fixture
+def untyped():
+    """Calls as users make them, without the suite's type checks: these would refuse a wrong argument first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def poison(pools):
@@ -136,7 +145,7 @@ def test_segments_that_decrease_are_refused_or_poison_the_loss():
     assert jnp.isnan(loss)
 
 
-def test_wrong_shapes_and_pools_are_refused():
+def test_wrong_shapes_and_pools_are_refused(untyped):
     model = random_model(np.random.default_rng(0), dtype=jnp.float32)
     config = oomb_jax.Config(page=8, chunk=16)
     tokens = jnp.zeros(40, jnp.int32)
@@ -165,7 +174,7 @@ def test_wrong_shapes_and_pools_are_refused():
         ({"grad_dtype": "float8_e4m3fn"}, "grad_dtype=float8_e4m3fn"),
     ],
 )
-def test_wrong_settings_are_refused(settings, message):
+def test_wrong_settings_are_refused(settings, message, untyped):
     with pytest.raises(ValueError, match=message):
         oomb_jax.Config(**settings)
 

@@ -86,13 +86,17 @@ def loss_weight(labels: Int[Array, "B T"], dtype: DTypeLike) -> Scalar:
 def check_batch(
     tokens: Int[Array, "..."], labels: Int[Array, "..."], segments: Int[Array, "..."] | None
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"] | None]:
-    """The arguments as [B, T].
+    """The arguments as [B, T] of int32.
 
     Raises:
-      ValueError: shapes differ, a sequence is empty, or segments decrease (when their values are known).
+      ValueError: not integers, shapes differ, a sequence is empty, or segments decrease (when their values are known).
     """
-    for name, x in (("labels", labels), ("segments", segments)):
-        if x is not None and x.shape != tokens.shape:
+    for name, x in (("tokens", tokens), ("labels", labels), ("segments", segments)):
+        if x is None:
+            continue
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} are {x.dtype}: they must be integers")
+        if x.shape != tokens.shape:
             raise ValueError(f"{name} have shape {x.shape}, tokens {tokens.shape}: they must be the same")
     if tokens.ndim not in (1, 2) or 0 in tokens.shape:
         raise ValueError(f"tokens have shape {tokens.shape}: [T] or [B, T] with at least one token")
@@ -105,5 +109,6 @@ def check_batch(
                 f"segments decrease from {ids[row, t]} to {ids[row, t + 1]} at token {t + 1} of sequence {row}: "
                 f"number the documents of a sequence in rising order"
             )
-    T = tokens.shape[-1]
-    return tokens.reshape(-1, T), labels.reshape(-1, T), None if segments is None else segments.reshape(-1, T)
+    # Not of an unsigned type, in which -1, the mark of "no id", would be the largest id.
+    rows = lambda ids: jnp.asarray(ids, jnp.int32).reshape(-1, ids.shape[-1])
+    return rows(tokens), rows(labels), None if segments is None else rows(segments)

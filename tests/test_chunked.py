@@ -89,6 +89,19 @@ def test_two_calls_give_the_same_bits_whatever_the_pools_held():
         assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), again, grads)))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16"])
+def test_ids_of_other_integer_types_give_the_same_bits(dtype, untyped):
+    rng = np.random.default_rng(0)
+    model = oomb_jax.models.create("tiny", key=jax.random.key(0), dtype=jnp.float32)
+    tokens, labels = (jnp.asarray(rng.integers(250, 256, 20), jnp.int32) for _ in range(2))
+    config = oomb_jax.Config(page=8, chunk=16)
+    (_, expected, _), (_, grads, _) = (
+        step(model, oomb_jax.create_pools(model, 20, config), tokens.astype(t), labels.astype(t), config)
+        for t in ("int32", dtype)
+    )
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), grads, expected)))
+
+
 def test_no_valid_label_gives_loss_and_gradients_zero():
     rng = np.random.default_rng(0)
     model = random_model(rng, dtype=jnp.float32)
@@ -161,6 +174,8 @@ def test_wrong_shapes_and_pools_are_refused(untyped):
         check_batch(tokens, tokens[:3], None)
     with pytest.raises(ValueError, match="at least one token"):
         check_batch(tokens[:0], tokens[:0], None)
+    with pytest.raises(ValueError, match="labels are float32"):
+        check_batch(tokens, tokens.astype(jnp.float32), None)
     with pytest.raises(ValueError, match="at least one token"):
         oomb_jax.create_pools(model, 0, config)
 

@@ -35,13 +35,14 @@ class Config:
     `"dots"` keeps the results of matrix products, `"full"` keeps only the inputs of each half layer."""
 
     grad_dtype: DTypeLike | None = None
-    """dtype of the returned gradients, which are summed in it. None: float32 (float64 for a float64 model)."""
+    """dtype of the returned gradients, which are summed in it; not float16. None: float32 (float64 for a float64
+    model)."""
 
     kv_dtype: DTypeLike | None = None
     """dtype of the key and value pools. None: the model's."""
 
     kv_grad_dtype: DTypeLike | None = None
-    """dtype of the key and value gradient pools. None: float32 (float64 for a float64 model)."""
+    """dtype of the key and value gradient pools; not float16. None: float32 (float64 for a float64 model)."""
 
     implementation: Implementation | None = None
     """Which attention runs. None picks the best for the device; a named one never falls back."""
@@ -67,4 +68,7 @@ def _float_dtype(name: str, dtype: DTypeLike) -> np.dtype:
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise ValueError(f"{name}={dtype}: a floating-point dtype of 16 bits or more, such as 'bfloat16' or 'float32'")
+    if "grad" in name and dtype == jnp.float16:
+        # A token's share is the reciprocal of their number, and float16 ends at 2**-24.
+        raise ValueError(f"{name}=float16: gradients of a long sequence are too small for it; use 'bfloat16'")
     return dtype

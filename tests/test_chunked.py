@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import oomb_jax
+from oomb_jax.chunked import STOCHASTIC_CHUNKS
 from oomb_jax.config import Remat
 from oomb_jax.sequence import check_batch
 from tests.gradients import gradient_error, random_batch, random_model
@@ -129,6 +130,21 @@ def test_dtypes_of_pools_and_gradients_are_as_asked():
     assert 1e-4 < error < 0.02, name
 
 
+@pytest.mark.parametrize(("pool_dtype", "least", "most"), [("float32", 1e-9, 1e-6), ("bfloat16", 1e-4, 0.02)])
+def test_narrow_gradient_pools_of_many_chunks_in_float64(pool_dtype, least, most):
+    """Above STOCHASTIC_CHUNKS bfloat16 rounds at random, float32 to nearest."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        model = jax.tree.map(lambda x: 0.3 * x, random_model(rng, dtype=jnp.float64))
+        batch = random_batch(rng, (8 * STOCHASTIC_CHUNKS + 1,), segments=False)
+        config = oomb_jax.Config(page=8, chunk=8, kv_grad_dtype=pool_dtype)
+        pools = oomb_jax.create_pools(model, len(batch.tokens), config)
+        _, grads, _ = step(model, pools, batch.tokens, batch.labels, config)
+        _, expected, _ = yardstick(model, None, batch.tokens, batch.labels, config)
+    error, name = gradient_error(grads, expected)
+    assert least < error < most, name
+
+
 def test_token_losses_are_those_of_full_attention():
     with jax.enable_x64(True):
         rng, model, batch = random_problem(7, jnp.float64)
@@ -187,6 +203,7 @@ def test_wrong_shapes_and_pools_are_refused(untyped):
         ({"page": 4}, "page=4"),
         ({"kv_dtype": "int8"}, "kv_dtype=int8"),
         ({"grad_dtype": "float8_e4m3fn"}, "grad_dtype=float8_e4m3fn"),
+        ({"kv_grad_dtype": "float16"}, "kv_grad_dtype=float16: .* use 'bfloat16'"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message, untyped):

@@ -88,7 +88,7 @@ def paged_attention_vjp(
         then rounded once to the pool's dtype. No other page is read or written.
       out, lse: results of `paged_attention` for the same arguments.
       d_out: gradient of out.
-      rounding_key: rounds stochastically where the gradient pools are narrower than float32. None: to nearest.
+      rounding_key: rounds stochastically where the gradient pools are bfloat16. None: to nearest.
 
     Returns:
       dq in q's dtype; dk_new and dv_new, what the chunk's own queries give to its own keys and values, in float32

@@ -214,9 +214,9 @@ def _add_pages(pool, layer, ids, part, key, salt):
         # Rows share pages, and a narrow pool must be rounded once, not once a row.
         raise NotImplementedError(f"a gradient pool of {pool.dtype} with a row of pages per query page: use float32")
     total = pool[layer, jnp.where(ids >= 0, ids, 0)].astype(part.dtype) + part
-    if key is None:
+    if key is None or pool.dtype.itemsize >= 4:
         return at.set(total.astype(pool.dtype), mode="drop", unique_indices=True)
-    rounded = stochastic_round(total, pool.dtype, jax.random.fold_in(key, salt))
+    rounded = stochastic_round(total.astype(jnp.float32), pool.dtype, jax.random.fold_in(key, salt))
     return at.set(rounded, mode="drop", unique_indices=True)
 
 

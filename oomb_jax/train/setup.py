@@ -135,7 +135,9 @@ def create_model(run: Run) -> models.Qwen2:
     dtype = run.settings.dtype
     if directory is None:
         return models.create(run.model_config, key=jax.random.key(run.settings.seed), dtype=jnp.dtype(dtype))
-    return models.load(directory, dtype=jnp.dtype(dtype), ctx=run.settings.ctx)
+    loaded = models.load(directory, dtype=jnp.dtype(dtype), ctx=run.settings.ctx)
+    # The step is compiled for the run's model, whose configuration may differ from the directory's in what is cosmetic.
+    return jax.tree.unflatten(jax.tree.structure(run.model), jax.tree.leaves(loaded))
 
 
 def memory_limit(device: Any) -> int:

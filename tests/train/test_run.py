@@ -153,6 +153,15 @@ def test_tokens_beyond_the_vocabulary_are_refused(text, tmp_path, capsys, monkey
     assert "vocabulary" in capsys.readouterr().err
 
 
+def test_weights_of_a_directory_that_ends_texts_otherwise_are_trained(text, tmp_path, capsys):
+    """As those of an instruct model under the base model's name."""
+    other = dataclasses.replace(oomb_jax.models.config("tiny"), eos_token_id=257)
+    model = oomb_jax.models.create(other, key=jax.random.key(5), dtype=jnp.float32)
+    oomb_jax.models.save(model, tmp_path / "hf")
+    assert main(flags(text, tmp_path / "run", steps=1, weights=tmp_path / "hf")) == 0
+    assert "weights from" in capsys.readouterr().out
+
+
 def test_a_second_run_does_not_overwrite_the_first(text, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(flags(text, out, steps=1)) == 0

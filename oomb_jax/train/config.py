@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from oomb_jax.config import Config, Remat
 from oomb_jax.train.optimizer import Name, OptimizerConfig, Schedule
@@ -204,7 +204,7 @@ def load(path: Path) -> TrainConfig:
     """Settings from a file that `TrainConfig.save` wrote, or that a person did: a JSON object of any of them.
 
     Raises:
-      ValueError: it is not such a file, or names an unknown setting.
+      ValueError: it is not such a file, names an unknown setting, or holds a value that its flag would not take.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -219,12 +219,30 @@ def load(path: Path) -> TrainConfig:
         raise ValueError(
             f"config={path}: unknown settings {', '.join(unknown)}; they are the flags of --help, with _ for -"
         )
-    for name in ("out", "config"):
-        if values.get(name) is not None:
-            values[name] = Path(values[name])
+    hints = get_type_hints(TrainConfig)
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            kind = hints[name].__name__ if isinstance(hints[name], type) else str(hints[name]).replace("typing.", "")
+            raise ValueError(f"config={path}: {name}={json.dumps(value)}: not of the setting's type, {kind}")
+    if values.get("out") is not None:
+        values["out"] = Path(values["out"])
     if "trainable" in values:
         values["trainable"] = tuple(values["trainable"])
+    values.pop("config", None)
     return TrainConfig(**values)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of a JSON file is of a setting's type."""
+    origin, choices = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in choices
+    if origin is tuple:
+        return isinstance(value, list) and all(_fits(part, choices[0]) for part in value)
+    if choices:  # a union
+        return any(_fits(value, choice) for choice in choices)
+    accepted = {float: (float, int), Path: str}.get(kind, kind)
+    return isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
 
 
 def _plain(settings: TrainConfig) -> dict[str, Any]:

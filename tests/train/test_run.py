@@ -153,6 +153,29 @@ def test_tokens_beyond_the_vocabulary_are_refused(text, tmp_path, capsys, monkey
     assert "vocabulary" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("ctx", "abc", "int"),
+        ("steps", 1.5, "int"),
+        ("batch", True, "int"),
+        ("learning_rate", "1e-3", "float"),
+        ("clip", "none", "float"),
+        ("dtype", "float16", "Literal['bfloat16', 'float32']"),
+        ("trainable", "layers.*", "tuple"),
+        ("pack", "no", "bool"),
+        ("out", 3, "Path"),
+    ],
+)
+def test_a_settings_file_holds_what_the_flags_take(tmp_path, capsys, name, value, kind):
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"model": "tiny", "platform": "cpu", name: value}))
+    assert main(["--config", str(path)]) == USAGE
+    (error,) = capsys.readouterr().err.splitlines()
+    assert f"{name}={json.dumps(value)}: not of the setting's type, " in error
+    assert kind in error
+
+
 def test_weights_of_a_directory_that_ends_texts_otherwise_are_trained(text, tmp_path, capsys):
     """As those of an instruct model under the base model's name."""
     other = dataclasses.replace(oomb_jax.models.config("tiny"), eos_token_id=257)

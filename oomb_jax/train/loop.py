@@ -165,6 +165,10 @@ class Loop:
             self.save(None)
             self.say(f"{interrupted}: stopped after step {training.step}; {self.standing()}")
             return 128 + interrupted.number
+        except (OSError, ValueError) as error:  # a full disk, damaged data
+            self.save(None)
+            self.say(f"error: {error}; stopped after step {training.step}; {self.standing()}")
+            return FAILED
         except NonFinite as error:
             self.say(f"error: {error}; stopped; {self.standing()}")
             return FAILED

@@ -1,6 +1,7 @@
 """Whole runs of the training program: what they write, how they end, and that resuming changes nothing."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from oomb_jax.train.__main__ import USAGE, main, parse
 from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
 from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.data import Batch
-from oomb_jax.train.metrics import read_records
+from oomb_jax.train.metrics import MetricsWriter, read_records
 from oomb_jax.train.optimizer import OptimizerConfig, build
 from oomb_jax.train.step import compile_step
 from tests.gradients import gradient_error, random_batch, random_model
@@ -205,6 +206,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(text, 
     assert "saved at step 1" in printed
     with Checkpoints(out / "checkpoints") as checkpoints:
         assert checkpoints.steps() == (1,)
+
+
+def test_an_error_in_a_running_step_saves_and_is_told(text, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "run"
+    write = MetricsWriter.write
+
+    def full(self, step, metrics):
+        if step == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+        write(self, step, metrics)
+
+    monkeypatch.setattr(MetricsWriter, "write", full)
+    assert main(flags(text, out)) == loop.FAILED
+    assert "No space left on device: 'metrics.jsonl'; stopped after step 2; saved at step 2" in capsys.readouterr().out
 
 
 def test_a_save_that_fails_is_told_and_the_run_goes_on(text, tmp_path, capsys, monkeypatch):

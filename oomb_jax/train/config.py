@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from oomb_jax.config import Config, Remat
+from oomb_jax.train.metrics import write_whole
 from oomb_jax.train.optimizer import Name, OptimizerConfig, Schedule
 
 
@@ -191,8 +192,8 @@ class TrainConfig:
         return self.out or Path("runs") / f"{Path(self.model).name}-{self.ctx}"
 
     def save(self, path: Path) -> None:
-        """Writes all settings as JSON."""
-        path.write_text(json.dumps(_plain(self), indent=2) + "\n", encoding="utf-8")
+        """Writes all settings as JSON, but for whether the run was resumed: that is asked for each time."""
+        write_whole(path, json.dumps(_plain(dataclasses.replace(self, resume=False)), indent=2) + "\n")
 
     def differences(self, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Settings that differ from saved ones: name -> (saved, now)."""

@@ -44,7 +44,7 @@ class RunFacts:
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes `run.json` in `directory`."""
-        _replace(Path(directory) / FACTS, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        write_whole(Path(directory) / FACTS, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> "RunFacts | None":
@@ -170,10 +170,10 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _truncate(path: Path, last_step: int | None) -> None:
     """Keeps the records up to `last_step`, none for None."""
     kept = [] if last_step is None else [record for record in read_records(path) if record["step"] <= last_step]
-    _replace(path, "".join(_encode(record) + "\n" for record in kept))
+    write_whole(path, "".join(_encode(record) + "\n" for record in kept))
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Writes a whole file so that a crash leaves either the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:

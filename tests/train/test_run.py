@@ -302,6 +302,7 @@ def test_killed_and_interrupted_runs_resume_bit_for_bit(text, tmp_path):
     assert process.end()[0] == 0
 
     assert final_state(out) == final_state(whole)
+    assert not parse(["--config", str(out / "settings.json")]).resume
     losses = [[(r["step"], r["loss"]) for r in read_records(d / "metrics.jsonl")] for d in (out, whole)]
     assert losses[0] == losses[1]
 

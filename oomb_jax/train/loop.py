@@ -20,7 +20,7 @@ from oomb_jax.shapes import IGNORE
 from oomb_jax.train import metrics, plots
 from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
 from oomb_jax.train.config import TrainConfig
-from oomb_jax.train.data import evaluation_batch, sample
+from oomb_jax.train.data import evaluation_batch, longest, sample
 from oomb_jax.train.progress import Progress
 from oomb_jax.train.setup import Run, create_model, metadata, prepare
 from oomb_jax.train.step import Evaluation
@@ -238,7 +238,7 @@ class Loop:
         if heldout is None:
             return None
         # Held-out text that repeats within a sequence would look easier than it is.
-        ctx = min(settings.ctx, heldout.tokens - 1)
+        ctx = min(settings.ctx, longest(heldout, pack=settings.pack))
         evaluation = Evaluation(config=run.step.config)
         total, count = np.zeros(ctx), np.zeros(ctx)
         for index in range(settings.eval_batches):

@@ -16,7 +16,7 @@ from oomb_jax.config import Config
 from oomb_jax.models import hf_config
 from oomb_jax.sequence import chunk_count, chunk_length
 from oomb_jax.train.config import TrainConfig
-from oomb_jax.train.data import Data, check_vocabulary, open_data
+from oomb_jax.train.data import Data, check_vocabulary, longest, open_data
 from oomb_jax.train.optimizer import Optimizer, build
 from oomb_jax.train.step import Memory, Step, compile_step
 
@@ -66,6 +66,11 @@ def prepare(settings: TrainConfig, say: Callable[[str], None]) -> Run:
     optimizer = build(settings.optimizer_config(), model)
     data = open_data(settings.data, tokenizer=settings.tokenizer, heldout=settings.heldout)
     check_vocabulary(data, model_config.vocab_size)
+    if (most := longest(data.train, pack=settings.pack)) < settings.ctx:
+        raise ValueError(
+            f"ctx={settings.ctx}: longer than data={settings.data!r}, of which {most} tokens are to train on (the "
+            f"shortest source counts); take more text, or ctx={most} at most"
+        )
     say(describe(settings, model_config, model, data, device))
     step, state = compile_step(model, optimizer, config, batch=settings.batch, ctx=settings.ctx, packed=settings.pack)
     limit = memory_limit(device)

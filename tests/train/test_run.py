@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import oomb_jax
-from oomb_jax.train import loop
+from oomb_jax.train import loop, setup
 from oomb_jax.train.__main__ import USAGE, main, parse
 from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
 from oomb_jax.train.config import TrainConfig
@@ -125,7 +125,7 @@ def test_a_step_in_pieces_is_value_and_grad(packed):
         ({"data": "no-such-file.txt"}, "no-such-file.txt"),
         ({"weights": "no-such-directory"}, "no-such-directory"),
         ({"platform": "gpu"}, "platform=gpu"),
-        ({"ctx": 2**30}, "the largest ctx that fits is"),
+        ({"ctx": 100_000}, "ctx=100000: longer than data="),
         ({"trainable": "layers.x_proj.*"}, "matches no parameter"),
         ({"config": "no-such-settings.json"}, "no-such-settings.json: no such file"),
         ({"optimizer": "sgd", "b1": 0.9}, "sgd has no such setting"),
@@ -145,6 +145,24 @@ def test_what_cannot_run_says_so_in_one_line_and_writes_nothing(text, tmp_path, 
     assert error.startswith("error: ")
     assert message in error
     assert not out.exists()
+
+
+def test_a_step_that_does_not_fit_in_memory_is_refused(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(setup, "memory_limit", lambda device: 20 * 2**20)
+    assert main(flags(text, tmp_path / "run", ctx=20_000)) == USAGE
+    error = capsys.readouterr().err
+    assert "the largest ctx that fits is" in error
+    fits = int(error.rpartition(" ")[2])
+    assert 1_000 < fits < 20_000
+    assert main(flags(text, tmp_path / "run", ctx=fits, steps=1, heldout=0)) == 0
+
+
+def test_evaluation_repeats_no_text_of_any_source(text, tmp_path, capsys):
+    """Of a mixture's sources, the one that holds out least counts."""
+    short = tmp_path / "short.txt"
+    short.write_text(text.read_text()[:1000])
+    assert main(flags(text, tmp_path / "run", data=f"{text}=0.5,{short}=0.5", steps=1)) == 0
+    assert "(50 tokens)" in capsys.readouterr().out
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(text, tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@
 """
 
 from oomb_jax.train.data.dataset import Data, Documents, View, check_vocabulary, open_data
-from oomb_jax.train.data.sampling import Batch, evaluation_batch, sample
+from oomb_jax.train.data.sampling import Batch, evaluation_batch, longest, sample
 from oomb_jax.train.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "check_vocabulary",
     "evaluation_batch",
     "load_tokenizer",
+    "longest",
     "open_data",
     "sample",
 ]

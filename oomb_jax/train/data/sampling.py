@@ -74,6 +74,11 @@ def sample(view: View, *, seed: int, step: int, batch: int, ctx: int, pack: bool
     return _stack(rows)
 
 
+def longest(view: View, *, pack: bool = False) -> int:
+    """The largest `ctx` for which no row repeats any of its text."""
+    return min(_inputs(part) if pack else part.tokens for part in view.parts)
+
+
 def evaluation_batch(view: View, *, index: int, batch: int, ctx: int, pack: bool = False, repeat: bool = True) -> Batch:
     """Batch `index` of a fixed sequence that spreads evenly over the view, however few or many are taken; no seed.
 

@@ -1,6 +1,7 @@
 """The training loop: steps, evaluations, checkpoints, and an orderly end whatever ends it."""
 
 import dataclasses
+import functools
 import math
 import shlex
 import signal
@@ -148,6 +149,11 @@ class Loop:
     signals: Signals
     console: Console
 
+    @functools.cached_property
+    def evaluation(self) -> Evaluation:
+        """Compiled at its first use, once."""
+        return Evaluation(config=self.run_.step.config)
+
     def run(self) -> int:
         """See `train`."""
         settings, training = self.run_.settings, self.training
@@ -239,11 +245,10 @@ class Loop:
             return None
         # Held-out text that repeats within a sequence would look easier than it is.
         ctx = min(settings.ctx, longest(heldout, pack=settings.pack))
-        evaluation = Evaluation(config=run.step.config)
         total, count = np.zeros(ctx), np.zeros(ctx)
         for index in range(settings.eval_batches):
             batch = evaluation_batch(heldout, index=index, batch=settings.batch, ctx=ctx, pack=settings.pack)
-            losses, training.pools = evaluation.losses(training.model, self.take_pools(), batch, self.report)
+            losses, training.pools = self.evaluation.losses(training.model, self.take_pools(), batch, self.report)
             total += losses.sum(axis=0)
             count += (batch.labels != IGNORE).sum(axis=0)
         loss = float(total.sum() / max(count.sum(), 1))

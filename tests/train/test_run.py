@@ -18,6 +18,7 @@ import pytest
 
 import oomb_jax
 from oomb_jax.train import loop, setup
+from oomb_jax.train import step as step_module
 from oomb_jax.train.__main__ import USAGE, main, parse
 from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
 from oomb_jax.train.config import TrainConfig
@@ -155,6 +156,14 @@ def test_a_step_that_does_not_fit_in_memory_is_refused(text, tmp_path, capsys, m
     fits = int(error.rpartition(" ")[2])
     assert 1_000 < fits < 20_000
     assert main(flags(text, tmp_path / "run", ctx=fits, steps=1, heldout=0)) == 0
+
+
+def test_evaluation_is_compiled_once(text, tmp_path, monkeypatch):
+    traced = []
+    evaluate = step_module.evaluate
+    monkeypatch.setattr(step_module, "evaluate", lambda *args: traced.append(None) or evaluate(*args))
+    assert main(flags(text, tmp_path / "run", eval_every=1)) == 0
+    assert len(traced) == 1
 
 
 def test_evaluation_repeats_no_text_of_any_source(text, tmp_path, capsys):

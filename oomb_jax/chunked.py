@@ -107,7 +107,7 @@ def token_losses(
     segments: Segments | None = None,
 ) -> tuple[Float[Array, "*B T"], Pools]:
     """The loss of every token, 0 where its label is -100, in one forward pass. Arguments as for `value_and_grad`; the
-    gradient pools are not used and may be left out."""
+    gradient pools are not used and may be left out. NaN where segments decrease but are traced."""
     shape = tokens.shape
     tokens, labels, segments = check_batch(tokens, labels, segments)
     check_pools(pools, tokens.shape[1], config)
@@ -118,6 +118,8 @@ def token_losses(
         return evaluate(model, pools, sequence, config, iota(sequence.chunks))
 
     pools, losses = lax.scan(one, pools, (tokens, labels, segments))
+    if segments is not None:
+        losses = jnp.where(segments_ordered(segments), losses, jnp.nan)
     return losses.reshape(tokens.shape[0], -1)[:, : tokens.shape[1]].reshape(shape), pools
 
 

@@ -55,6 +55,8 @@ class Config:
             raise ValueError(
                 f"chunk={self.chunk}: a chunk is a multiple of page={self.page}; the nearest that fits is {below}"
             )
+        if not isinstance(self.attention, Dense):
+            raise ValueError(f"attention={self.attention!r}: Dense() is the only one so far")
         if self.remat not in ("none", "dots", "full"):
             raise ValueError(f"remat={self.remat!r}: one of 'none', 'dots', 'full'")
         for name in ("grad_dtype", "kv_dtype", "kv_grad_dtype"):

@@ -172,6 +172,10 @@ def test_segments_that_decrease_are_refused_or_poison_the_loss():
         )
     loss, _, _ = step(model, oomb_jax.create_pools(model, 40, config), batch.tokens, batch.labels, config, segments)
     assert jnp.isnan(loss)
+    losses, _ = jax.jit(oomb_jax.token_losses, static_argnames="config")(
+        model, oomb_jax.create_pools(model, 40, config), batch.tokens, batch.labels, config, segments
+    )
+    assert jnp.isnan(losses).all()
 
 
 def test_wrong_shapes_and_pools_are_refused(untyped):
@@ -201,6 +205,8 @@ def test_wrong_shapes_and_pools_are_refused(untyped):
     [
         ({"chunk": 100, "page": 16}, "chunk=100: .* page=16; the nearest that fits is 96"),
         ({"page": 4}, "page=4"),
+        ({"remat": "some"}, "remat='some'"),
+        ({"attention": "top-k"}, "attention='top-k'"),
         ({"kv_dtype": "int8"}, "kv_dtype=int8"),
         ({"grad_dtype": "float8_e4m3fn"}, "grad_dtype=float8_e4m3fn"),
         ({"kv_grad_dtype": "float16"}, "kv_grad_dtype=float16: .* use 'bfloat16'"),

@@ -71,7 +71,7 @@ def prepare(settings: TrainConfig, say: Callable[[str], None]) -> Run:
             f"ctx={settings.ctx}: longer than data={settings.data!r}, of which {most} tokens are to train on (the "
             f"shortest source counts); take more text, or ctx={most} at most"
         )
-    say(describe(settings, model_config, model, data, device))
+    say(describe(settings, config, model, data, device))
     step, state = compile_step(model, optimizer, config, batch=settings.batch, ctx=settings.ctx, packed=settings.pack)
     limit = memory_limit(device)
     say(describe_memory(step.memory, limit))
@@ -172,10 +172,9 @@ def check_memory(settings: TrainConfig, config: Config, memory: Memory, limit: i
     )
 
 
-def describe(settings: TrainConfig, config: models.ModelConfig, model: Any, data: Data, device: Any) -> str:
+def describe(settings: TrainConfig, config: Config, model: Any, data: Data, device: Any) -> str:
     """The plan of a run, for people."""
-    method = settings.method(CHUNK["cpu"])
-    chunks, length = chunk_count(settings.ctx, method), chunk_length(settings.ctx, method)
+    chunks, length = chunk_count(settings.ctx, config), chunk_length(settings.ctx, config)
     weights = weights_directory(settings)
     heldout = f", {data.heldout.tokens:,} held out" if data.heldout else ""
     rows = {

@@ -27,7 +27,9 @@ from oomb_jax.train.metrics import MetricsWriter, read_records
 from oomb_jax.train.optimizer import OptimizerConfig, build
 from oomb_jax.train.step import compile_step
 from tests.gradients import gradient_error, random_batch, random_model
-from tests.tolerance import F32_GRADIENT
+from tests.tolerance import F32_GRADIENT, GOLDEN_LOSS
+
+LOSSES = Path(__file__).parents[1] / "golden" / "losses.json"
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +64,7 @@ def test_a_run_learns_and_writes_all_its_files(text, tmp_path, capsys):
     records = read_records(out / "metrics.jsonl")
     assert [r["step"] for r in records] == list(range(1, 13))
     assert records[-1]["loss"] < 0.75 * records[0]["loss"]
+    np.testing.assert_allclose([r["loss"] for r in records], json.loads(LOSSES.read_text()), rtol=GOLDEN_LOSS)
     for name in ("learning_rate", "gradient_norm", "tokens_per_second", "model_flops_per_second", "host_memory"):
         assert all(r[name] > 0 for r in records)
     evaluations = read_records(out / "evaluations.jsonl")

@@ -11,7 +11,7 @@ import pytest
 import oomb_jax
 from oomb_jax.chunked import STOCHASTIC_CHUNKS
 from oomb_jax.config import Remat
-from oomb_jax.sequence import check_batch
+from oomb_jax.sequence import check_batch, segment_positions
 from tests.gradients import gradient_error, random_batch, random_model
 from tests.tolerance import F32_GRADIENT, F64_GRADIENT
 
@@ -143,6 +143,27 @@ def test_narrow_gradient_pools_of_many_chunks_in_float64(pool_dtype, least, most
         _, expected, _ = yardstick(model, None, batch.tokens, batch.labels, config)
     error, name = gradient_error(grads, expected)
     assert least < error < most, name
+
+
+def test_many_chunks_round_stochastically(monkeypatch):
+    rng = np.random.default_rng(0)
+    model = random_model(rng, layers=1, dtype=jnp.float32)
+    batch = random_batch(rng, (40,), segments=False)
+    config = oomb_jax.Config(page=8, chunk=8, kv_grad_dtype="bfloat16")
+
+    def grads(most):
+        monkeypatch.setattr("oomb_jax.chunked.STOCHASTIC_CHUNKS", most)
+        pools = oomb_jax.create_pools(model, 40, config)
+        return oomb_jax.value_and_grad(model, pools, batch.tokens, batch.labels, config)[1]
+
+    # Five chunks: above the first limit, not above the second.
+    assert gradient_error(grads(4), grads(5))[0] > 0
+
+
+def test_positions_restart_with_each_segment():
+    # Rotary scores depend on differences of positions alone, so no gradient of a Qwen2 tells.
+    segments = jnp.asarray([0, 0, 3, 3, 3, 4], jnp.int32)
+    np.testing.assert_array_equal(segment_positions(segments), [0, 1, 0, 1, 2, 0])
 
 
 def test_token_losses_are_those_of_full_attention():

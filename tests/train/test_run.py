@@ -25,7 +25,7 @@ from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.data import Batch
 from oomb_jax.train.metrics import MetricsWriter, read_records
 from oomb_jax.train.optimizer import OptimizerConfig, build
-from oomb_jax.train.step import compile_step
+from oomb_jax.train.step import Step, compile_step
 from tests.gradients import gradient_error, random_batch, random_model
 from tests.tolerance import F32_GRADIENT, GOLDEN_LOSS
 
@@ -236,6 +236,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(text, 
     assert "saved at step 1" in printed
     with Checkpoints(out / "checkpoints") as checkpoints:
         assert checkpoints.steps() == (1,)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(text, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "run"
+    update = Step.update
+
+    def overflow(self, model, grads, state):
+        factor = jnp.where(state.step == 1, jnp.inf, 1.0)
+        return update(self, model, jax.tree.map(lambda g: g * factor, grads), state)
+
+    monkeypatch.setattr(Step, "update", overflow)
+    assert main(flags(text, out, save_every=1)) == loop.FAILED
+    assert "step 2: the gradient's norm is nan; stopped; saved at step 1" in capsys.readouterr().out
 
 
 def test_an_error_in_a_running_step_saves_and_is_told(text, tmp_path, capsys, monkeypatch):

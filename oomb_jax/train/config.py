@@ -158,7 +158,7 @@ class TrainConfig:
     def method(self, chunk: int) -> Config:
         """Settings of the method; `chunk` where the run leaves it open."""
         return Config(
-            chunk=self.chunk or max(chunk // self.page, 1) * self.page,
+            chunk=max(chunk // self.page, 1) * self.page if self.chunk is None else self.chunk,
             page=self.page,
             remat=self.remat,
             grad_dtype=self.grad_dtype,
@@ -172,7 +172,7 @@ class TrainConfig:
             name=self.optimizer,
             learning_rate=self.learning_rate,
             warmup=self.warmup,
-            schedule=self.schedule if self.steps > self.warmup else "constant",
+            schedule=self.schedule,
             steps=self.steps,
             final_fraction=self.final_fraction,
             b1=self.b1,

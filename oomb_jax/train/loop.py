@@ -23,7 +23,7 @@ from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
 from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.data import evaluation_batch, longest, sample
 from oomb_jax.train.progress import Progress
-from oomb_jax.train.setup import Run, create_model, metadata, prepare
+from oomb_jax.train.setup import Run, check_directory, create_model, metadata, prepare
 from oomb_jax.train.step import Evaluation
 
 DONE, FAILED = 0, 1
@@ -91,6 +91,7 @@ def train(settings: TrainConfig, console: Console) -> int:
     Returns:
       The exit status: 0; 1 where the run could not go on or could not save; 128 + the signal where one ended it.
     """
+    check_directory(settings)
     with Signals() as signals:
         run = prepare(settings, lambda text: console.print(text, highlight=False, soft_wrap=True))
         directory = run.settings.directory
@@ -115,13 +116,7 @@ def train(settings: TrainConfig, console: Console) -> int:
 def start(run: Run, checkpoints: Checkpoints, console: Console) -> Training:
     """A new run, or the latest checkpoint of an old one."""
     latest = checkpoints.latest()
-    directory = run.settings.directory
     if not run.settings.resume:
-        if latest is not None:
-            raise ValueError(
-                f"out={directory}: holds a run that is saved at step {latest}; go on with it (--resume), use another "
-                "--out, or remove it"
-            )
         model = create_model(run)
         return Training(step=0, model=model, optimizer=run.optimizer.init(model), pools=_pools(run), saved=None)
     abstract = {"model": run.model, "optimizer": run.state}
@@ -171,9 +166,12 @@ class Loop:
             self.save(None)
             self.say(f"{interrupted}: stopped after step {training.step}; {self.standing()}")
             return 128 + interrupted.number
-        except (OSError, ValueError) as error:  # a full disk, damaged data
-            self.save(None)
-            self.say(f"error: {error}; stopped after step {training.step}; {self.standing()}")
+        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:  # a full disk, damaged data, no memory
+            # An update that failed half way has taken the old state with it.
+            if not any(x.is_deleted() for x in jax.tree.leaves(training.state)):
+                self.save(None)
+            reason = str(error).splitlines()[0]
+            self.say(f"error: {reason}; stopped after step {training.step}; {self.standing()}")
             return FAILED
         except NonFinite as error:
             self.say(f"error: {error}; stopped; {self.standing()}")
@@ -307,7 +305,7 @@ def facts(run: Run) -> metrics.RunFacts:
         context=run.settings.ctx,
         steps=run.settings.steps,
         device=run.device.device_kind,
-        resume=resume_command(run.settings),
+        resume=resume_command(run.settings) if run.settings.save_every else "",
     )
 
 

@@ -40,7 +40,7 @@ class RunFacts:
     """Kind of device, as in `jax.Device.device_kind`."""
 
     resume: str
-    """The command that continues the run."""
+    """The command that continues the run; empty where it saves nothing."""
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes `run.json` in `directory`."""

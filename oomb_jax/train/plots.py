@@ -90,7 +90,7 @@ def summary(run_directory: str | os.PathLike[str]) -> Text:
         rows.append(("time in steps", duration(sum(seconds))))
     files = [name for name in (METRICS, EVALUATIONS, LOSS_PLOT, MEMORY_PLOT) if (directory / name).exists()]
     rows.append(("files", f"{directory}: {', '.join(files)}"))
-    if facts:
+    if facts and facts.resume:
         rows.append(("go on with", facts.resume))
     return Text("\n".join(f"{name:>14}  {value}" for name, value in rows))
 

@@ -1,7 +1,9 @@
 """What a run is made of, found from its settings before anything is allocated: device, model, data, memory."""
 
 import dataclasses
+import importlib.util
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -87,6 +89,25 @@ def prepare(settings: TrainConfig, say: Callable[[str], None]) -> Run:
         state=state,
         step=step,
     )
+
+
+def check_directory(settings: TrainConfig) -> None:
+    """Raises ValueError where the run cannot write into its directory, or what it holds does not fit `--resume`."""
+    directory = settings.directory
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"out={directory}: {existing} is not a directory that can be written to; use another --out")
+    steps = sorted(int(path.name) for path in (directory / "checkpoints").glob("*") if path.name.isdigit())
+    if steps and not settings.resume:
+        raise ValueError(
+            f"out={directory}: holds a run that is saved at step {steps[-1]}; go on with it (--resume), use another "
+            "--out, or remove it"
+        )
+    if settings.resume and not steps:
+        raise ValueError(f"out={directory}: no finished checkpoint to resume from; start without --resume")
+    for extra, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if getattr(settings, extra) and importlib.util.find_spec(package) is None:
+            raise ValueError(f"{extra}: needs the extra; pip install 'oomb_jax[{extra}]'")
 
 
 def find_device(platform: str) -> Any:

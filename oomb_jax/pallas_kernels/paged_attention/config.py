@@ -1,0 +1,56 @@
+"""Tile sizes of the GPU kernels, and which inputs the kernels take."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that one program may use on Hopper."""
+
+ROWS = 64
+"""Rows of a matrix instruction, so the queries (or keys) that one warpgroup owns."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How the kernels cut the work. A page is always one key tile, so only depth and query tiles are free."""
+
+    warpgroups: int
+    """Warpgroups that compute, in the kernels that own queries: 64 queries each."""
+    stages: int
+    """Key tiles in flight, forward."""
+    dq_stages: int
+    """Key tiles in flight, gradient of the queries."""
+    dkv_stages: int
+    """Query tiles in flight, gradient of keys and values."""
+
+
+def tiles(*, queries: int, H: int, S: int) -> Tiles:
+    """Tiles for rows of `queries` queries, head width H and pages of S tokens."""
+    warpgroups = 2 if queries % (2 * ROWS) == 0 else 1
+    query_tile, page = 2 * warpgroups * ROWS * H, 2 * S * H  # bytes of 16-bit values
+    # Deeper than four gains nothing; a KiB per array is lost to alignment, two are left to barriers.
+    fit = lambda free, stage: max(2, min(4, (free - 6 * 1024) // stage))
+    return Tiles(
+        warpgroups=warpgroups,
+        stages=fit(SHARED_MEMORY - query_tile, 2 * page),
+        dq_stages=fit(SHARED_MEMORY - 2 * query_tile, 2 * page),
+        dkv_stages=fit(SHARED_MEMORY - 2 * page, 2 * (2 * ROWS * H + 4 * ROWS)),
+    )
+
+
+def unsupported(q, k_new, k_pool, table) -> str | None:
+    """Why the Mosaic kernels cannot take this input; None if they can."""
+    C, _, H = q.shape
+    S, R = k_pool.shape[3], table.shape[0]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries of {q.dtype}: bfloat16 or float16 needed"
+    if not q.dtype == k_new.dtype == k_pool.dtype:
+        return f"queries of {q.dtype}, keys of {k_new.dtype}, pools of {k_pool.dtype}: one dtype needed"
+    if H not in (64, 128):
+        return f"head width {H}: 64 or 128 needed"
+    if S not in (64, 128):
+        return f"pages of {S} tokens: 64 or 128 needed"
+    if C % S or (C // R) % ROWS:
+        return f"{C} queries in {R} rows with pages of {S}: whole pages and rows of a multiple of {ROWS} needed"
+    return None

@@ -1,0 +1,253 @@
+"""Forward kernel for Hopper GPUs, in Pallas Mosaic.
+
+A program owns 64 queries of one head per computing warpgroup and walks over its keys: the pages of its row of the
+table, then the chunk's own keys up to the diagonal. One more warpgroup moves data: it reads the page ids and asks the
+copy engine (TMA) for each page, which is one key tile. The two computing warpgroups take turns, so that one multiplies
+while the other takes exponentials (FlashAttention-3, arXiv 2407.08608).
+
+Pools enter whole, seen as [L * P * M, S, H]: a slice of one layer would be copied before the call.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from oomb_jax.pallas_kernels.paged_attention.config import ROWS, tiles
+
+LOG2E = math.log2(math.e)
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+"""Layout of one value per row of a score tile."""
+BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+"""Layout of one value per column."""
+
+
+def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_segments, interpret=None):
+    """See `api.paged_attention`; inputs for which `config.unsupported` gives a reason do not compile.
+
+    interpret: parameters of Pallas's interpreter, to run on a CPU.
+    """
+    C, N, H = q.shape
+    _, P, M, S, _ = k_pool.shape
+    G, R = N // M, table.shape[0]
+    tile = tiles(queries=C // R, H=H, S=S)
+    warpgroups, stages = tile.warpgroups, tile.stages
+    block = warpgroups * ROWS
+    scale = H**-0.5 * LOG2E  # the softmax runs in powers of two
+    segmented = q_segments is not None
+
+    def kernel(q_ref, k_new_ref, v_new_ref, k_ref, v_ref, layer_ref, table_ref, pages_ref, *rest, **scratch):
+        q_smem, k_smem, v_smem, ids_smem, spare = (scratch.get(name) for name in ("q", "k", "v", "ids", "spare"))
+        q_ready, k_ready, v_ready, k_free, v_free, turn = scratch["barriers"]
+        *ids_refs, out_ref, lse_ref = rest
+        q_ids_ref, page_ids_ref = ids_refs or (None, None)
+        # Neighbours share keys: the heads of a group, then the query tiles, the ones with most own keys first.
+        rest, g = divide(lax.axis_index("program"), G)
+        kv_head, i = divide(rest, C // block)
+        head, start = kv_head * G + g, (C // block - 1 - i) * block
+        row = lax.div(start, C // R)
+        pages = pages_ref[row]
+        unmasked = pages + lax.div(start, S)
+        steps = pages + lax.div(start + block + S - 1, S)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup < warpgroups)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+            q_tile = q_smem.at[warpgroup]
+            first = start + warpgroup * ROWS
+            mine = pl.ds(first, ROWS)
+            plgpu.copy_gmem_to_smem(q_ref.at[mine, head], q_tile, q_ready.at[warpgroup])
+            q_ids = plgpu.load(q_ids_ref.at[mine], layout=BY_ROW, optimized=False) if segmented else None
+            plgpu.barrier_wait(q_ready.at[warpgroup])
+
+            def take_turns():
+                if warpgroups == 2:
+                    plgpu.barrier_arrive(turn)
+                    plgpu.barrier_wait(turn)
+
+            def attend(t, carry, *, causal):
+                acc, maximum, total = carry
+                slot = lax.rem(t, stages)
+
+                def multiply(s_ref):
+                    plgpu.wgmma(s_ref, q_tile, k_smem.at[slot].T)
+                    take_turns()
+                    return s_ref[...]
+
+                s = pl.run_scoped(multiply, plgpu.ACC((ROWS, S), jnp.float32))
+                if segmented:
+                    k_ids = plgpu.load(ids_smem.at[slot], layout=BY_COLUMN)
+                    same = lax.broadcast_in_dim(q_ids, s.shape, [0]) == lax.broadcast_in_dim(k_ids, s.shape, [1])
+                    s = jnp.where(same, s, -jnp.inf)
+                plgpu.barrier_arrive(k_free.at[slot])
+                if causal:
+                    s = jnp.where(first + position(s, 0) >= (t - pages) * S + position(s, 1), s, -jnp.inf)
+
+                larger = jnp.maximum(maximum, s.max(axis=1) * scale)
+                # Without segments the first tile of a row has a key that the row sees, so `larger` is finite.
+                base = jnp.where(larger == -jnp.inf, 0.0, larger) if segmented else larger
+                p = jnp.exp2(s * scale - lax.broadcast_in_dim(base, s.shape, [0]))
+                decay = jnp.exp2(maximum - base)
+                acc *= lax.broadcast_in_dim(decay, acc.shape, [0])
+                total = total * decay + p.sum(axis=1)
+                # Keeps the exponentials before the turn is given away.
+                acc, total, larger, p = lax.optimization_barrier((acc, total, larger, p.astype(q.dtype)))
+
+                if warpgroups == 2:
+                    plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(v_ready.at[slot])
+                if warpgroups == 2:
+                    plgpu.barrier_wait(turn)
+
+                def accumulate(acc_ref):
+                    add_product(acc_ref, p, v_smem.at[slot], None if spare is None else spare.at[warpgroup])
+
+                    @pl.when(t + 1 < steps)
+                    def _():
+                        plgpu.barrier_wait(k_ready.at[lax.rem(t + 1, stages)])
+
+                    return acc_ref[...] if interpret else None
+
+                if interpret:  # it has no run_state, so it adds outside
+                    acc += pl.run_scoped(accumulate, plgpu.ACC(acc.shape, acc.dtype))
+                else:
+                    acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
+                plgpu.barrier_arrive(v_free.at[slot])
+                return acc, larger, total
+
+            carry = (
+                plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), plgpu.Layout.WGMMA),
+                plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), BY_ROW),
+                plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW),
+            )
+            plgpu.barrier_wait(k_ready.at[0])
+            pl.when(warpgroup == 1)(take_turns)
+            carry = lax.fori_loop(0, unmasked, functools.partial(attend, causal=False), carry)
+            acc, maximum, total = lax.fori_loop(unmasked, steps, functools.partial(attend, causal=True), carry)
+            pl.when(warpgroup == 0)(take_turns)
+
+            # A query sees its own key, so total > 0.
+            lse_ref.at[head, mine][...] = (maximum + jnp.log2(total)) * (1 / LOG2E)
+            q_tile[...] = (acc * lax.broadcast_in_dim(1 / total, acc.shape, [0])).astype(q.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_tile, out_ref.at[mine, head])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == warpgroups)
+        def _move():
+            plgpu.set_max_registers(40, action="decrease")
+            layer_start = layer_ref[0] * P
+
+            buffers = [k_smem, ids_smem, v_smem] if segmented else [k_smem, v_smem]
+            ready = [k_ready, k_ready, v_ready] if segmented else [k_ready, v_ready]
+            free = [k_free, None, v_free] if segmented else [k_free, v_free]
+
+            def of_page(t):
+                page = table_ref[row, t]
+                at = (layer_start + page) * M + kv_head
+                return [k_ref.at[at], *([page_ids_ref.at[page]] if segmented else []), v_ref.at[at]]
+
+            def of_chunk(t):
+                at = pl.ds((t - pages) * S, S)
+                ids = [q_ids_ref.at[at]] if segmented else []
+                return [k_new_ref.at[at, kv_head], *ids, v_new_ref.at[at, kv_head]]
+
+            move(0, pages, of_page, buffers, ready, free)
+            move(pages, steps, of_chunk, buffers, ready, free)
+            drain(steps, [k_free, v_free])
+
+    out, lse = plgpu.kernel(
+        kernel,
+        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((N, C), jnp.float32)),
+        scratch_types={
+            "q": smem_tile((warpgroups, ROWS, H), q.dtype),
+            "k": smem_tile((stages, S, H), q.dtype),
+            "v": smem_tile((stages, S, H), q.dtype),
+            **({"ids": plgpu.SMEM((stages, S), jnp.int32)} if segmented else {}),
+            **({"spare": smem_tile((warpgroups, ROWS, S), q.dtype)} if interpret else {}),
+            "barriers": (
+                plgpu.Barrier(num_barriers=warpgroups),
+                plgpu.Barrier(num_barriers=stages, num_arrivals=2 if segmented else 1),
+                plgpu.Barrier(num_barriers=stages),
+                plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
+                plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
+                plgpu.Barrier(num_arrivals=warpgroups),
+            ),
+        },
+        grid=(N * C // block,),
+        grid_names=("program",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name="paged_attention",
+        interpret=interpret,
+    )(
+        *(q, k_new, v_new, flat(k_pool), flat(v_pool), *index_arrays(layer, table)),
+        *((q_segments, pool_segments) if segmented else ()),
+    )
+    return out, lse
+
+
+def flat(pool):
+    """[L, P, M, S, H] -> [L * P * M, S, H], no copy."""
+    return pool.reshape(-1, *pool.shape[3:])
+
+
+def index_arrays(layer, table):
+    """The layer, the table with at least one column, and the number of pages of each row."""
+    table = jnp.pad(table, ((0, 0), (0, max(0, 1 - table.shape[1]))), constant_values=-1)
+    return layer.reshape(1), table, jnp.sum(table >= 0, axis=1, dtype=jnp.int32)
+
+
+def smem_tile(shape, dtype):
+    """Shared memory for 16-bit matrices in the order that copy engine and matrix instructions agree on."""
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+
+def move(lower, upper, source, buffers, ready, free):
+    """Copies tiles lower .. upper - 1 to shared memory, each into the slot of its number once that is free.
+
+    source(t): where tile t lies in global memory, a reference per buffer. free: None where an earlier buffer's says it.
+    """
+    stages = buffers[0].shape[0]
+
+    @pl.loop(lower, upper)
+    def _(t):
+        slot = lax.rem(t, stages)
+        for source_ref, buffer, ready_barrier, free_barrier in zip(source(t), buffers, ready, free, strict=True):
+            if free_barrier is not None:
+                pl.when(t >= stages)(lambda barrier=free_barrier: plgpu.barrier_wait(barrier.at[slot]))
+            plgpu.copy_gmem_to_smem(source_ref, buffer.at[slot], ready_barrier.at[slot])
+
+
+def drain(steps, free):
+    """Waits for the arrivals that no further tile waits for, so that a barrier ends as it began."""
+    stages = free[0].shape[0]
+
+    @pl.loop(lax.max(0, steps - stages), steps)
+    def _(t):
+        for barrier in free:
+            plgpu.barrier_wait(barrier.at[lax.rem(t, stages)])
+
+
+def add_product(acc_ref, a, b_ref, spare):
+    """acc_ref += a @ b_ref with `a` in registers. The interpreter takes it from shared memory only: from `spare`."""
+    if spare is not None:
+        spare[...] = a
+        a = spare
+    plgpu.wgmma(acc_ref, a, b_ref)
+
+
+def divide(a, b: int):
+    """Quotient and remainder of a >= 0."""
+    return lax.div(a, b), lax.rem(a, b)
+
+
+def position(x, axis: int):
+    """Of each element of a score tile, its row or column."""
+    return plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=plgpu.Layout.WGMMA)

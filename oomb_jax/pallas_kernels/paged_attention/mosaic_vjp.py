@@ -1,0 +1,388 @@
+"""Backward kernels for Hopper GPUs, in Pallas Mosaic.
+
+With scores s, weights p = exp(s - lse), and the incoming gradient do (FlashAttention-2, arXiv 2307.08691):
+
+    dv = p^T do    dp = do v^T    ds = p (dp - delta)    dq = ds k / sqrt(H)    dk = ds^T q / sqrt(H)
+
+Two kernels, and no atomics, so that results repeat bit for bit. One owns queries and walks over their keys, as the
+forward kernel does. The other owns a page, or a page's worth of the chunk's own keys, and walks over the queries that
+attend to it: every row of the table that names it, all heads of the group. It adds to the gradient pools in place, so
+a page that no row names is neither read nor written.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from oomb_jax.pallas_kernels.paged_attention.config import ROWS, tiles
+from oomb_jax.pallas_kernels.paged_attention.mosaic import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2E,
+    add_product,
+    divide,
+    drain,
+    flat,
+    index_arrays,
+    move,
+    position,
+    smem_tile,
+)
+from oomb_jax.shapes import iota
+
+
+def backward(
+    q,
+    k_new,
+    v_new,
+    k_pool,
+    v_pool,
+    dk_pool,
+    dv_pool,
+    layer,
+    table,
+    out,
+    lse,
+    d_out,
+    *,
+    q_segments,
+    pool_segments,
+    interpret=None,
+):
+    """See `api.paged_attention_vjp`; the gradient pools are float32."""
+    # In powers of two, as the kernels' exponentials are.
+    lse2 = lse * LOG2E
+    delta = jnp.einsum("cnh,cnh->nc", out, d_out, preferred_element_type=jnp.float32)
+    segments = () if q_segments is None else (q_segments, pool_segments)
+    given = q, k_new, v_new, flat(k_pool), flat(v_pool), d_out, lse2, delta
+    layer, table, pages = index_arrays(layer, table)
+    geometry = k_pool.shape, table.shape[0]
+    dq = _query_gradient(geometry, *given, layer, table, pages, *segments, interpret=interpret)
+    dk_ref, dv_ref = jax.new_ref(flat(dk_pool)), jax.new_ref(flat(dv_pool))
+    items = _pages_to_rows(table, k_pool.shape[1])
+    dk_new, dv_new = _key_gradients(geometry, *given, dk_ref, dv_ref, layer, *items, *segments, interpret=interpret)
+    dk_pool, dv_pool = (jax.freeze(ref).reshape(dk_pool.shape) for ref in (dk_ref, dv_ref))
+    return dq, dk_new, dv_new, dk_pool, dv_pool
+
+
+def _query_gradient(geometry, q, k_new, v_new, k_pool, v_pool, d_out, lse2, delta, *indices, interpret):
+    (_, P, M, S, H), R = geometry
+    C, N, _ = q.shape
+    G = N // M
+    tile = tiles(queries=C // R, H=H, S=S)
+    warpgroups, stages = tile.warpgroups, tile.dq_stages
+    block = warpgroups * ROWS
+    segmented = len(indices) > 3
+
+    def kernel(
+        *refs,
+        q_smem,
+        d_out_smem,
+        k_smem,
+        v_smem,
+        barriers,
+        ids_smem=None,
+        spare=None,
+    ):
+        q_ref, k_new_ref, v_new_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, layer_ref, table_ref, *refs = refs
+        pages_ref, *ids_refs, dq_ref = refs
+        q_ids_ref, page_ids_ref = ids_refs or (None, None)
+        q_ready, k_ready, v_ready, k_free, v_free = barriers
+        others, g = divide(lax.axis_index("program"), G)
+        kv_head, i = divide(others, C // block)
+        head, start = kv_head * G + g, (C // block - 1 - i) * block
+        row = lax.div(start, C // R)
+        pages = pages_ref[row]
+        unmasked = pages + lax.div(start, S)
+        steps = pages + lax.div(start + block + S - 1, S)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup < warpgroups)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+            q_tile, d_out_tile = q_smem.at[warpgroup], d_out_smem.at[warpgroup]
+            first = start + warpgroup * ROWS
+            mine = pl.ds(first, ROWS)
+            plgpu.copy_gmem_to_smem(q_ref.at[mine, head], q_tile, q_ready.at[warpgroup])
+            plgpu.copy_gmem_to_smem(d_out_ref.at[mine, head], d_out_tile, q_ready.at[warpgroup])
+            load = lambda ref: plgpu.load(ref, layout=BY_ROW, optimized=False)
+            lse, delta = load(lse_ref.at[head, mine]), load(delta_ref.at[head, mine])
+            q_ids = load(q_ids_ref.at[mine]) if segmented else None
+            plgpu.barrier_wait(q_ready.at[warpgroup])
+            spread = lambda x: lax.broadcast_in_dim(x, (ROWS, S), [0])
+
+            def step(t, dq_acc, *, causal):
+                slot = lax.rem(t, stages)
+                plgpu.barrier_wait(k_ready.at[slot])
+                plgpu.barrier_wait(v_ready.at[slot])
+
+                def score_gradient(s_acc, dp_acc):
+                    plgpu.wgmma(s_acc, q_tile, k_smem.at[slot].T)
+                    plgpu.wgmma(dp_acc, d_out_tile, v_smem.at[slot].T)
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    p = jnp.exp2(s * (H**-0.5 * LOG2E) - spread(lse))
+                    if causal:
+                        p = jnp.where(first + position(p, 0) >= (t - pages) * S + position(p, 1), p, 0.0)
+                    if segmented:
+                        k_ids = plgpu.load(ids_smem.at[slot], layout=BY_COLUMN)
+                        p = jnp.where(spread(q_ids) == lax.broadcast_in_dim(k_ids, p.shape, [1]), p, 0.0)
+                    return (p * (dp_acc[...] - spread(delta))).astype(q.dtype)
+
+                acc = plgpu.ACC((ROWS, S), jnp.float32)
+                ds = pl.run_scoped(score_gradient, acc, acc)
+                plgpu.barrier_arrive(v_free.at[slot])
+                add_product(dq_acc, ds, k_smem.at[slot], None if spare is None else spare.at[warpgroup])
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(k_free.at[slot])
+
+            def walk(dq_acc):
+                pl.loop(0, unmasked)(lambda t: step(t, dq_acc, causal=False))
+                pl.loop(unmasked, steps)(lambda t: step(t, dq_acc, causal=True))
+                return dq_acc[...] * H**-0.5
+
+            dq = pl.run_scoped(walk, plgpu.ACC((ROWS, H), jnp.float32))
+            q_tile[...] = dq.astype(q.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_tile, dq_ref.at[mine, head])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == warpgroups)
+        def _move():
+            plgpu.set_max_registers(40, action="decrease")
+            layer_start = layer_ref[0] * P
+            buffers = [k_smem, ids_smem, v_smem] if segmented else [k_smem, v_smem]
+            ready = [k_ready, k_ready, v_ready] if segmented else [k_ready, v_ready]
+            free = [k_free, None, v_free] if segmented else [k_free, v_free]
+
+            def of_page(t):
+                page = table_ref[row, t]
+                at = (layer_start + page) * M + kv_head
+                return [k_ref.at[at], *([page_ids_ref.at[page]] if segmented else []), v_ref.at[at]]
+
+            def of_chunk(t):
+                at = pl.ds((t - pages) * S, S)
+                ids = [q_ids_ref.at[at]] if segmented else []
+                return [k_new_ref.at[at, kv_head], *ids, v_new_ref.at[at, kv_head]]
+
+            move(0, pages, of_page, buffers, ready, free)
+            move(pages, steps, of_chunk, buffers, ready, free)
+            drain(steps, [k_free, v_free])
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_types={
+            "q_smem": smem_tile((warpgroups, ROWS, H), q.dtype),
+            "d_out_smem": smem_tile((warpgroups, ROWS, H), q.dtype),
+            "k_smem": smem_tile((stages, S, H), q.dtype),
+            "v_smem": smem_tile((stages, S, H), q.dtype),
+            **({"ids_smem": plgpu.SMEM((stages, S), jnp.int32)} if segmented else {}),
+            **({"spare": smem_tile((warpgroups, ROWS, S), q.dtype)} if interpret else {}),
+            "barriers": (
+                plgpu.Barrier(num_barriers=warpgroups, num_arrivals=2),
+                plgpu.Barrier(num_barriers=stages, num_arrivals=2 if segmented else 1),
+                plgpu.Barrier(num_barriers=stages),
+                plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
+                plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
+            ),
+        },
+        grid=(N * C // block,),
+        grid_names=("program",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name="paged_attention_dq",
+        interpret=interpret,
+    )(q, k_new, v_new, k_pool, v_pool, d_out, lse2, delta, *indices)
+
+
+def _key_gradients(
+    geometry, q, k_new, v_new, k_pool, v_pool, d_out, lse2, delta, dk_pool, dv_pool, *indices, interpret
+):
+    """dk_new and dv_new; adds to the two references to pools."""
+    (_, P, M, S, H), R = geometry
+    C, N, _ = q.shape
+    G, Q = N // M, C // R
+    warpgroups, stages = S // ROWS, tiles(queries=Q, H=H, S=S).dkv_stages
+    own, U = C // S, indices[1].shape[0]
+    segmented = len(indices) > 5
+
+    def kernel(
+        *refs,
+        k_smem,
+        v_smem,
+        q_smem,
+        d_out_smem,
+        lse_smem,
+        delta_smem,
+        barriers,
+        ids_smem=None,
+        spare=None,
+    ):
+        q_ref, k_new_ref, v_new_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref, *refs = refs
+        layer_ref, page_ref, first_ref, count_ref, row_ref, *ids_refs, dk_new_ref, dv_new_ref = refs
+        q_ids_ref, page_ids_ref = ids_refs or (None, None)
+        kv_ready, q_ready, d_out_ready, q_free, d_out_free = barriers
+        # A key/value head's queries stay in the cache while its keys pass. Own keys first: their work differs most.
+        kv_head, item = divide(lax.axis_index("program"), own + U)
+        is_own = item < own
+        listed = lax.max(item - own, 0)
+        page = page_ref[listed]
+        at = (layer_ref[0] * P + page) * M + kv_head
+        per_row = Q // ROWS * G
+        own_steps = (C // ROWS - item * (S // ROWS)) * G
+        steps = lax.select(is_own, own_steps, count_ref[listed] * per_row)
+        masked = lax.select(is_own, jnp.int32(S // ROWS * G), jnp.int32(0))
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when((warpgroup < warpgroups) & (steps > 0))
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+            k_tile, v_tile = k_smem.at[warpgroup], v_smem.at[warpgroup]
+            inside = pl.ds(warpgroup * ROWS, ROWS)
+            mine = pl.ds(lax.min(item, own - 1) * S + warpgroup * ROWS, ROWS)
+
+            def load_keys(k_source, v_source):
+                plgpu.copy_gmem_to_smem(k_source, k_tile, kv_ready.at[warpgroup])
+                plgpu.copy_gmem_to_smem(v_source, v_tile, kv_ready.at[warpgroup])
+
+            pl.when(is_own)(lambda: load_keys(k_new_ref.at[mine, kv_head], v_new_ref.at[mine, kv_head]))
+            pl.when(~is_own)(lambda: load_keys(k_ref.at[at, inside], v_ref.at[at, inside]))
+            k_ids = None
+            if segmented:
+                load = lambda ref: plgpu.load(ref, layout=BY_ROW, optimized=False)
+                k_ids = lax.cond(
+                    is_own, lambda: load(q_ids_ref.at[mine]), lambda: load(page_ids_ref.at[lax.max(page, 0), inside])
+                )
+            plgpu.barrier_wait(kv_ready.at[warpgroup])
+            spread = lambda x: lax.broadcast_in_dim(x, (ROWS, ROWS), [1])
+            acc = plgpu.ACC((ROWS, ROWS), jnp.float32)
+            left = None if spare is None else spare.at[warpgroup]
+
+            def step(t, dk_acc, dv_acc, *, causal):
+                slot = lax.rem(t, stages)
+                plgpu.barrier_wait(q_ready.at[slot])
+
+                def scores(s_acc):
+                    plgpu.wgmma(s_acc, k_tile, q_smem.at[slot].T)
+                    return s_acc[...], plgpu.load(lse_smem.at[slot], layout=BY_COLUMN)
+
+                s, lse = pl.run_scoped(scores, acc)
+                p = jnp.exp2(s * (H**-0.5 * LOG2E) - spread(lse))
+                if causal:
+                    # Steps begin at the first query that sees a key of the tile.
+                    queries = lax.div(t, G) * ROWS + position(p, 1)
+                    p = jnp.where(queries >= warpgroup * ROWS + position(p, 0), p, 0.0)
+                if segmented:
+                    q_ids = plgpu.load(ids_smem.at[slot], layout=BY_COLUMN)
+                    p = jnp.where(lax.broadcast_in_dim(k_ids, p.shape, [0]) == spread(q_ids), p, 0.0)
+                plgpu.barrier_wait(d_out_ready.at[slot])
+
+                def weight_gradient(dp_acc):
+                    plgpu.wgmma(dp_acc, v_tile, d_out_smem.at[slot].T)
+                    add_product(dv_acc, p.astype(q.dtype), d_out_smem.at[slot], left)
+                    delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
+                    # dp is needed now, dv much later.
+                    return plgpu.wgmma_accumulator_load(dp_acc, wait_n=1), delta
+
+                dp, delta = pl.run_scoped(weight_gradient, acc)
+                ds = (p * (dp - spread(delta))).astype(q.dtype)
+                add_product(dk_acc, ds, q_smem.at[slot], left)
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(d_out_free.at[slot])
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(q_free.at[slot])
+
+            def walk(dk_acc, dv_acc):
+                pl.loop(0, masked)(lambda t: step(t, dk_acc, dv_acc, causal=True))
+                pl.loop(masked, steps)(lambda t: step(t, dk_acc, dv_acc, causal=False))
+                return dk_acc[...] * H**-0.5, dv_acc[...]
+
+            dk, dv = pl.run_scoped(walk, *[plgpu.ACC((ROWS, H), jnp.float32)] * 2)
+
+            @pl.when(is_own)
+            def _():
+                dk_new_ref.at[mine, kv_head][...] = dk
+                dv_new_ref.at[mine, kv_head][...] = dv
+
+            @pl.when(~is_own)
+            def _():
+                for ref, gradient in (dk_ref, dk), (dv_ref, dv):
+                    before = plgpu.load(ref.at[at, inside], layout=plgpu.Layout.WGMMA, optimized=False)
+                    ref.at[at, inside][...] = before + gradient
+
+        @pl.when((warpgroup == warpgroups) & (steps > 0))
+        def _move():
+            plgpu.set_max_registers(40, action="decrease")
+            buffers = [q_smem, lse_smem, d_out_smem, delta_smem]
+            ready = [q_ready, q_ready, d_out_ready, d_out_ready]
+            free = [q_free, None, d_out_free, None]
+            first = first_ref[listed]
+
+            def of_queries(t):
+                nth = lax.select(is_own, 0, lax.div(t, per_row))
+                inside, g = divide(t - nth * per_row, G)
+                base = lax.select(is_own, item * S, row_ref[first + nth] * Q)
+                queries, head = pl.ds(base + inside * ROWS, ROWS), kv_head * G + g
+                ids = [q_ids_ref.at[queries]] if segmented else []
+                of_head = lse_ref.at[head, queries], d_out_ref.at[queries, head], delta_ref.at[head, queries]
+                return [q_ref.at[queries, head], *of_head, *ids]
+
+            if segmented:
+                buffers, ready, free = [*buffers, ids_smem], [*ready, q_ready], [*free, None]
+            move(0, steps, of_queries, buffers, ready, free)
+            drain(steps, [q_free, d_out_free])
+
+    gradient = jax.ShapeDtypeStruct(k_new.shape, jnp.float32)
+    return plgpu.kernel(
+        kernel,
+        out_type=(gradient, gradient),
+        scratch_types={
+            "k_smem": smem_tile((warpgroups, ROWS, H), q.dtype),
+            "v_smem": smem_tile((warpgroups, ROWS, H), q.dtype),
+            "q_smem": smem_tile((stages, ROWS, H), q.dtype),
+            "d_out_smem": smem_tile((stages, ROWS, H), q.dtype),
+            "lse_smem": plgpu.SMEM((stages, ROWS), jnp.float32),
+            "delta_smem": plgpu.SMEM((stages, ROWS), jnp.float32),
+            **({"ids_smem": plgpu.SMEM((stages, ROWS), jnp.int32)} if segmented else {}),
+            **({"spare": smem_tile((warpgroups, ROWS, ROWS), q.dtype)} if interpret else {}),
+            "barriers": (
+                plgpu.Barrier(num_barriers=warpgroups, num_arrivals=2),
+                plgpu.Barrier(num_barriers=stages, num_arrivals=3 if segmented else 2),
+                plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+                plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
+                plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
+            ),
+        },
+        grid=(M * (own + U),),
+        grid_names=("program",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name="paged_attention_dkv",
+        interpret=interpret,
+    )(q, k_new, v_new, k_pool, v_pool, d_out, lse2, delta, dk_pool, dv_pool, *indices)
+
+
+def _pages_to_rows(table, P: int):
+    """The table inverted: distinct pages, and of each the first place and the number of its rows in the list of rows.
+
+    Pages rise and so do the rows of a page, which fixes the order of every sum. -1 and 0 rows where there is no page.
+    """
+    R, K = table.shape
+    if R == 1:
+        count = (table[0] >= 0).astype(jnp.int32)
+        return table[0], jnp.zeros_like(count), count, jnp.zeros(1, jnp.int32)
+    U = min(R * K, P)
+    ids = table.reshape(-1)
+    order = jnp.argsort(jnp.where(ids < 0, P, ids), stable=True).astype(jnp.int32)
+    ids = ids[order]
+    is_first = (ids >= 0) & jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+    nth = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    put = lambda start, where, what: jnp.full(U, start, jnp.int32).at[jnp.where(where, nth, U)].add(what, mode="drop")
+    count = put(0, ids >= 0, 1)
+    return put(-1, is_first, ids + 1), put(0, is_first, iota(R * K)), count, order // K

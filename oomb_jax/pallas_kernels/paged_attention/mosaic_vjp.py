@@ -103,7 +103,7 @@ def _query_gradient(geometry, q, k_new, v_new, k_pool, v_pool, d_out, lse2, delt
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             q_tile, d_out_tile = q_smem.at[warpgroup], d_out_smem.at[warpgroup]
             first = start + warpgroup * ROWS
             mine = pl.ds(first, ROWS)
@@ -113,30 +113,44 @@ def _query_gradient(geometry, q, k_new, v_new, k_pool, v_pool, d_out, lse2, delt
             lse, delta = load(lse_ref.at[head, mine]), load(delta_ref.at[head, mine])
             q_ids = load(q_ids_ref.at[mine]) if segmented else None
             plgpu.barrier_wait(q_ready.at[warpgroup])
-            spread = lambda x: lax.broadcast_in_dim(x, (ROWS, S), [0])
+
+            def add_keys(dq_acc, slot, keys, key_start):
+                """Adds what the tile's keys `keys` give. key_start: of a diagonal tile, the place of the first."""
+                shape = ROWS, keys.size
+                spread = lambda x: lax.broadcast_in_dim(x, shape, [0])
+                k_tile = k_smem.at[slot, keys]
+
+                def score_gradient(s_acc, dp_acc):
+                    plgpu.wgmma(s_acc, q_tile, k_tile.T)
+                    plgpu.wgmma(dp_acc, d_out_tile, v_smem.at[slot, keys].T)
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    p = jnp.exp2(s * (H**-0.5 * LOG2E) - spread(lse))
+                    if key_start is not None:
+                        p = jnp.where(first + position(p, 0) >= key_start + position(p, 1), p, 0.0)
+                    if segmented:
+                        k_ids = plgpu.load(ids_smem.at[slot, keys], layout=BY_COLUMN)
+                        p = jnp.where(spread(q_ids) == lax.broadcast_in_dim(k_ids, shape, [1]), p, 0.0)
+                    return (p * (dp_acc[...] - spread(delta))).astype(q.dtype)
+
+                ds = pl.run_scoped(score_gradient, *[plgpu.ACC(shape, jnp.float32)] * 2)
+                left = None if spare is None else spare.at[warpgroup, :, pl.ds(0, keys.size)]
+                add_product(dq_acc, ds, k_tile, left)
+                plgpu.wgmma_wait(0)
 
             def step(t, dq_acc, *, causal):
                 slot = lax.rem(t, stages)
                 plgpu.barrier_wait(k_ready.at[slot])
                 plgpu.barrier_wait(v_ready.at[slot])
-
-                def score_gradient(s_acc, dp_acc):
-                    plgpu.wgmma(s_acc, q_tile, k_smem.at[slot].T)
-                    plgpu.wgmma(dp_acc, d_out_tile, v_smem.at[slot].T)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    p = jnp.exp2(s * (H**-0.5 * LOG2E) - spread(lse))
+                # A mask needs registers, so a diagonal tile is taken in parts; parts beyond the diagonal are skipped.
+                width = ROWS if causal else S
+                for part in range(0, S, width):
+                    key_start = (t - pages) * S + part
+                    add = functools.partial(add_keys, dq_acc, slot, pl.ds(part, width))
                     if causal:
-                        p = jnp.where(first + position(p, 0) >= (t - pages) * S + position(p, 1), p, 0.0)
-                    if segmented:
-                        k_ids = plgpu.load(ids_smem.at[slot], layout=BY_COLUMN)
-                        p = jnp.where(spread(q_ids) == lax.broadcast_in_dim(k_ids, p.shape, [1]), p, 0.0)
-                    return (p * (dp_acc[...] - spread(delta))).astype(q.dtype)
-
-                acc = plgpu.ACC((ROWS, S), jnp.float32)
-                ds = pl.run_scoped(score_gradient, acc, acc)
+                        pl.when(key_start <= first)(functools.partial(add, key_start))
+                    else:
+                        add(None)
                 plgpu.barrier_arrive(v_free.at[slot])
-                add_product(dq_acc, ds, k_smem.at[slot], None if spare is None else spare.at[warpgroup])
-                plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(k_free.at[slot])
 
             def walk(dq_acc):
@@ -152,7 +166,7 @@ def _query_gradient(geometry, q, k_new, v_new, k_pool, v_pool, d_out, lse2, delt
 
         @pl.when(warpgroup == warpgroups)
         def _move():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             layer_start = layer_ref[0] * P
             buffers = [k_smem, ids_smem, v_smem] if segmented else [k_smem, v_smem]
             ready = [k_ready, k_ready, v_ready] if segmented else [k_ready, v_ready]
@@ -217,6 +231,7 @@ def _key_gradients(
         v_smem,
         q_smem,
         d_out_smem,
+        places_smem,
         lse_smem,
         delta_smem,
         barriers,
@@ -224,15 +239,15 @@ def _key_gradients(
         spare=None,
     ):
         q_ref, k_new_ref, v_new_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref, *refs = refs
-        layer_ref, page_ref, first_ref, count_ref, row_ref, *ids_refs, dk_new_ref, dv_new_ref = refs
+        places_ref, layer_ref, page_ref, first_ref, count_ref, row_ref, *ids_refs, dk_new_ref, dv_new_ref = refs
         q_ids_ref, page_ids_ref = ids_refs or (None, None)
         kv_ready, q_ready, d_out_ready, q_free, d_out_free = barriers
         # A key/value head's queries stay in the cache while its keys pass. Own keys first: their work differs most.
         kv_head, item = divide(lax.axis_index("program"), own + U)
         is_own = item < own
         listed = lax.max(item - own, 0)
-        page = page_ref[listed]
-        at = (layer_ref[0] * P + page) * M + kv_head
+        # Read where it is used: held over the loop, it costs a register that the loop needs.
+        page = lambda: (layer_ref[0] * P + page_ref[listed]) * M + kv_head
         per_row = Q // ROWS * G
         own_steps = (C // ROWS - item * (S // ROWS)) * G
         steps = lax.select(is_own, own_steps, count_ref[listed] * per_row)
@@ -241,7 +256,7 @@ def _key_gradients(
 
         @pl.when((warpgroup < warpgroups) & (steps > 0))
         def _compute():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             k_tile, v_tile = k_smem.at[warpgroup], v_smem.at[warpgroup]
             inside = pl.ds(warpgroup * ROWS, ROWS)
             mine = pl.ds(lax.min(item, own - 1) * S + warpgroup * ROWS, ROWS)
@@ -249,14 +264,15 @@ def _key_gradients(
             def load_keys(k_source, v_source):
                 plgpu.copy_gmem_to_smem(k_source, k_tile, kv_ready.at[warpgroup])
                 plgpu.copy_gmem_to_smem(v_source, v_tile, kv_ready.at[warpgroup])
+                plgpu.copy_gmem_to_smem(places_ref, places_smem.at[warpgroup], kv_ready.at[warpgroup])
 
             pl.when(is_own)(lambda: load_keys(k_new_ref.at[mine, kv_head], v_new_ref.at[mine, kv_head]))
-            pl.when(~is_own)(lambda: load_keys(k_ref.at[at, inside], v_ref.at[at, inside]))
+            pl.when(~is_own)(lambda: load_keys(k_ref.at[page(), inside], v_ref.at[page(), inside]))
             k_ids = None
             if segmented:
                 load = lambda ref: plgpu.load(ref, layout=BY_ROW, optimized=False)
                 k_ids = lax.cond(
-                    is_own, lambda: load(q_ids_ref.at[mine]), lambda: load(page_ids_ref.at[lax.max(page, 0), inside])
+                    is_own, lambda: load(q_ids_ref.at[mine]), lambda: load(page_ids_ref.at[lax.max(page_ref[listed], 0), inside])
                 )
             plgpu.barrier_wait(kv_ready.at[warpgroup])
             spread = lambda x: lax.broadcast_in_dim(x, (ROWS, ROWS), [1])
@@ -266,32 +282,32 @@ def _key_gradients(
             def step(t, dk_acc, dv_acc, *, causal):
                 slot = lax.rem(t, stages)
                 plgpu.barrier_wait(q_ready.at[slot])
+                of_query = lambda ref: plgpu.load(ref.at[slot], layout=BY_COLUMN)
 
                 def scores(s_acc):
                     plgpu.wgmma(s_acc, k_tile, q_smem.at[slot].T)
-                    return s_acc[...], plgpu.load(lse_smem.at[slot], layout=BY_COLUMN)
+                    return s_acc[...]
 
-                s, lse = pl.run_scoped(scores, acc)
-                p = jnp.exp2(s * (H**-0.5 * LOG2E) - spread(lse))
+                s = pl.run_scoped(scores, acc)
                 if causal:
-                    # Steps begin at the first query that sees a key of the tile.
-                    queries = lax.div(t, G) * ROWS + position(p, 1)
-                    p = jnp.where(queries >= warpgroup * ROWS + position(p, 0), p, 0.0)
+                    # Steps begin at the first query that sees a key of the tile. Held in registers over the loop, the
+                    # places of the columns would spill.
+                    queries = plgpu.load(places_smem.at[warpgroup], layout=BY_COLUMN)
+                    before = warpgroup * ROWS - lax.div(t, G) * ROWS
+                    s = jnp.where(spread(queries) >= before + position(s, 0), s, -jnp.inf)
+                p = jnp.exp2(s * (H**-0.5 * LOG2E) - spread(of_query(lse_smem)))
                 if segmented:
-                    q_ids = plgpu.load(ids_smem.at[slot], layout=BY_COLUMN)
-                    p = jnp.where(lax.broadcast_in_dim(k_ids, p.shape, [0]) == spread(q_ids), p, 0.0)
+                    p = jnp.where(lax.broadcast_in_dim(k_ids, p.shape, [0]) == spread(of_query(ids_smem)), p, 0.0)
                 plgpu.barrier_wait(d_out_ready.at[slot])
 
                 def weight_gradient(dp_acc):
                     plgpu.wgmma(dp_acc, v_tile, d_out_smem.at[slot].T)
                     add_product(dv_acc, p.astype(q.dtype), d_out_smem.at[slot], left)
-                    delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
                     # dp is needed now, dv much later.
-                    return plgpu.wgmma_accumulator_load(dp_acc, wait_n=1), delta
+                    return plgpu.wgmma_accumulator_load(dp_acc, wait_n=1), of_query(delta_smem)
 
                 dp, delta = pl.run_scoped(weight_gradient, acc)
-                ds = (p * (dp - spread(delta))).astype(q.dtype)
-                add_product(dk_acc, ds, q_smem.at[slot], left)
+                add_product(dk_acc, (p * (dp - spread(delta))).astype(q.dtype), q_smem.at[slot], left)
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(d_out_free.at[slot])
                 plgpu.wgmma_wait(0)
@@ -311,13 +327,14 @@ def _key_gradients(
 
             @pl.when(~is_own)
             def _():
+                at = page()
                 for ref, gradient in (dk_ref, dk), (dv_ref, dv):
                     before = plgpu.load(ref.at[at, inside], layout=plgpu.Layout.WGMMA, optimized=False)
                     ref.at[at, inside][...] = before + gradient
 
         @pl.when((warpgroup == warpgroups) & (steps > 0))
         def _move():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             buffers = [q_smem, lse_smem, d_out_smem, delta_smem]
             ready = [q_ready, q_ready, d_out_ready, d_out_ready]
             free = [q_free, None, d_out_free, None]
@@ -346,12 +363,13 @@ def _key_gradients(
             "v_smem": smem_tile((warpgroups, ROWS, H), q.dtype),
             "q_smem": smem_tile((stages, ROWS, H), q.dtype),
             "d_out_smem": smem_tile((stages, ROWS, H), q.dtype),
+            "places_smem": plgpu.SMEM((warpgroups, ROWS), jnp.int32),
             "lse_smem": plgpu.SMEM((stages, ROWS), jnp.float32),
             "delta_smem": plgpu.SMEM((stages, ROWS), jnp.float32),
             **({"ids_smem": plgpu.SMEM((stages, ROWS), jnp.int32)} if segmented else {}),
             **({"spare": smem_tile((warpgroups, ROWS, ROWS), q.dtype)} if interpret else {}),
             "barriers": (
-                plgpu.Barrier(num_barriers=warpgroups, num_arrivals=2),
+                plgpu.Barrier(num_barriers=warpgroups, num_arrivals=3),
                 plgpu.Barrier(num_barriers=stages, num_arrivals=3 if segmented else 2),
                 plgpu.Barrier(num_barriers=stages, num_arrivals=2),
                 plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
@@ -365,7 +383,7 @@ def _key_gradients(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_attention_dkv",
         interpret=interpret,
-    )(q, k_new, v_new, k_pool, v_pool, d_out, lse2, delta, dk_pool, dv_pool, *indices)
+    )(q, k_new, v_new, k_pool, v_pool, d_out, lse2, delta, dk_pool, dv_pool, iota(ROWS), *indices)
 
 
 def _pages_to_rows(table, P: int):

@@ -289,6 +289,8 @@ def _key_gradients(
                     return s_acc[...]
 
                 s = pl.run_scoped(scores, acc)
+                # The scores are there, so what was asked for before them is done: the previous step's dk.
+                pl.when(t > 0)(lambda: plgpu.barrier_arrive(q_free.at[lax.rem(t + stages - 1, stages)]))
                 if causal:
                     # Steps begin at the first query that sees a key of the tile. Held in registers over the loop, the
                     # places of the columns would spill.
@@ -310,12 +312,12 @@ def _key_gradients(
                 add_product(dk_acc, (p * (dp - spread(delta))).astype(q.dtype), q_smem.at[slot], left)
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(d_out_free.at[slot])
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(q_free.at[slot])
 
             def walk(dk_acc, dv_acc):
                 pl.loop(0, masked)(lambda t: step(t, dk_acc, dv_acc, causal=True))
                 pl.loop(masked, steps)(lambda t: step(t, dk_acc, dv_acc, causal=False))
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(q_free.at[lax.rem(steps + stages - 1, stages)])
                 return dk_acc[...] * H**-0.5, dv_acc[...]
 
             dk, dv = pl.run_scoped(walk, *[plgpu.ACC((ROWS, H), jnp.float32)] * 2)

@@ -242,21 +242,20 @@ def _key_gradients(
         places_ref, layer_ref, page_ref, first_ref, count_ref, row_ref, *ids_refs, dk_new_ref, dv_new_ref = refs
         q_ids_ref, page_ids_ref = ids_refs or (None, None)
         kv_ready, q_ready, d_out_ready, q_free, d_out_free = barriers
-        # A key/value head's queries stay in the cache while its keys pass. Own keys first: their work differs most.
-        kv_head, item = divide(lax.axis_index("program"), own + U)
-        is_own = item < own
-        listed = lax.max(item - own, 0)
-        # Read where it is used: held over the loop, it costs a register that the loop needs.
-        page = lambda: (layer_ref[0] * P + page_ref[listed]) * M + kv_head
         per_row = Q // ROWS * G
-        own_steps = (C // ROWS - item * (S // ROWS)) * G
-        steps = lax.select(is_own, own_steps, count_ref[listed] * per_row)
-        masked = lax.select(is_own, jnp.int32(S // ROWS * G), jnp.int32(0))
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when((warpgroup < warpgroups) & (steps > 0))
-        def _compute():
-            plgpu.set_max_registers(240, action="increase")
+        def work():
+            """Of this program: the head, the page's worth of own keys or the page of the list, its number of steps."""
+            # A head's queries stay in the cache while its keys pass. Own keys first: their work differs most.
+            kv_head, item = divide(lax.axis_index("program"), own + U)
+            is_own, listed = item < own, lax.max(item - own, 0)
+            own_steps = (C // ROWS - item * (S // ROWS)) * G
+            return kv_head, item, is_own, listed, lax.select(is_own, own_steps, count_ref[listed] * per_row)
+
+        def gradients(kv_head, item, is_own, listed, steps):
+            masked = lax.select(is_own, jnp.int32(S // ROWS * G), jnp.int32(0))
+            page = lambda: (layer_ref[0] * P + page_ref[listed]) * M + kv_head
             k_tile, v_tile = k_smem.at[warpgroup], v_smem.at[warpgroup]
             inside = pl.ds(warpgroup * ROWS, ROWS)
             mine = pl.ds(lax.min(item, own - 1) * S + warpgroup * ROWS, ROWS)
@@ -297,9 +296,9 @@ def _key_gradients(
                     queries = plgpu.load(places_smem.at[warpgroup], layout=BY_COLUMN)
                     before = warpgroup * ROWS - lax.div(t, G) * ROWS
                     s = jnp.where(spread(queries) >= before + position(s, 0), s, -jnp.inf)
-                p = jnp.exp2(s * (H**-0.5 * LOG2E) - spread(of_query(lse_smem)))
                 if segmented:
-                    p = jnp.where(lax.broadcast_in_dim(k_ids, p.shape, [0]) == spread(of_query(ids_smem)), p, 0.0)
+                    s = jnp.where(lax.broadcast_in_dim(k_ids, s.shape, [0]) == spread(of_query(ids_smem)), s, -jnp.inf)
+                p = jnp.exp2(s * (H**-0.5 * LOG2E) - spread(of_query(lse_smem)))
                 plgpu.barrier_wait(d_out_ready.at[slot])
 
                 def weight_gradient(dp_acc):
@@ -334,9 +333,17 @@ def _key_gradients(
                     before = plgpu.load(ref.at[at, inside], layout=plgpu.Layout.WGMMA, optimized=False)
                     ref.at[at, inside][...] = before + gradient
 
-        @pl.when((warpgroup == warpgroups) & (steps > 0))
+        # Each role asks for its work itself: shared, the answers would hold registers that the loop needs.
+        @pl.when(warpgroup < warpgroups)
+        def _compute():
+            plgpu.set_max_registers(240, action="increase")
+            mine = work()
+            pl.when(mine[-1] > 0)(lambda: gradients(*mine))
+
+        @pl.when(warpgroup == warpgroups)
         def _move():
             plgpu.set_max_registers(24, action="decrease")
+            kv_head, item, is_own, listed, steps = work()  # no steps: the loops below are empty
             buffers = [q_smem, lse_smem, d_out_smem, delta_smem]
             ready = [q_ready, q_ready, d_out_ready, d_out_ready]
             free = [q_free, None, d_out_free, None]

@@ -6,3 +6,4 @@ OPTIMIZER_STEP = 1e-6  # a few float32 steps of an update rule against float64: 
 PARITY_LOGITS = 1e-4  # float32 logits of size 1 to 10 against transformers: two orders of summation
 PARITY_GRADIENT = 1e-4  # norm of the difference over the norm, per tensor, for the same reason
 ROPE = 1e-6  # cos and sin at any int32 position: a fraction of a turn kept to 2**-25 and float32 sine
+TIMES_PLAIN = 2.0  # a kernel may err twice as much as plain attention in the same dtype, both against float32

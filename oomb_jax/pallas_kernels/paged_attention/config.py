@@ -39,18 +39,29 @@ def tiles(*, queries: int, H: int, S: int) -> Tiles:
     )
 
 
-def unsupported(q, k_new, k_pool, table) -> str | None:
-    """Why the Mosaic kernels cannot take this input; None if they can."""
+def unsupported(q, k_new, v_new, k_pool, v_pool, table) -> str | None:
+    """Why the Mosaic kernels cannot take these inputs; None if they can."""
     C, _, H = q.shape
     S, R = k_pool.shape[3], table.shape[0]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"queries of {q.dtype}: bfloat16 or float16 needed"
-    if not q.dtype == k_new.dtype == k_pool.dtype:
-        return f"queries of {q.dtype}, keys of {k_new.dtype}, pools of {k_pool.dtype}: one dtype needed"
+        return f"queries of {q.dtype}, where the kernels take bfloat16 or float16"
+    for name, x in ("k_new", k_new), ("v_new", v_new), ("k_pool", k_pool), ("v_pool", v_pool):
+        if x.dtype != q.dtype:
+            return f"{name} of {x.dtype} for queries of {q.dtype}, where the kernels take one dtype"
     if H not in (64, 128):
-        return f"head width {H}: 64 or 128 needed"
+        return f"head width {H}, where the kernels take 64 or 128"
     if S not in (64, 128):
-        return f"pages of {S} tokens: 64 or 128 needed"
+        return f"pages of {S} tokens, where the kernels take 64 or 128"
     if C % S or (C // R) % ROWS:
-        return f"{C} queries in {R} rows with pages of {S}: whole pages and rows of a multiple of {ROWS} needed"
+        return f"{C} queries in {R} rows and pages of {S}, where the kernels take whole pages, and rows of whole {ROWS}s"
+    return None
+
+
+def unsupported_gradients(dk_pool, dv_pool, rounding_key) -> str | None:
+    """Why the Mosaic kernels cannot add to these gradient pools; None if they can."""
+    for name, x in ("dk_pool", dk_pool), ("dv_pool", dv_pool):
+        if x.dtype not in (jnp.float32, jnp.bfloat16):
+            return f"{name} of {x.dtype}, where the kernels take float32 or bfloat16"
+    if rounding_key is not None:
+        return "stochastic rounding, where the kernels round to nearest"
     return None

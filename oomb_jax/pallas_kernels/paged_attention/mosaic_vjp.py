@@ -53,7 +53,7 @@ def backward(
     pool_segments,
     interpret=None,
 ):
-    """See `api.paged_attention_vjp`; the gradient pools are float32."""
+    """See `api.paged_attention_vjp`. Narrow gradient pools are added to in float32 and rounded once, to nearest."""
     # In powers of two, as the kernels' exponentials are.
     lse2 = lse * LOG2E
     delta = jnp.einsum("cnh,cnh->nc", out, d_out, preferred_element_type=jnp.float32)
@@ -331,7 +331,7 @@ def _key_gradients(
                 at = page()
                 for ref, gradient in (dk_ref, dk), (dv_ref, dv):
                     before = plgpu.load(ref.at[at, inside], layout=plgpu.Layout.WGMMA, optimized=False)
-                    ref.at[at, inside][...] = before + gradient
+                    ref.at[at, inside][...] = (before.astype(jnp.float32) + gradient).astype(ref.dtype)
 
         # Each role asks for its work itself: shared, the answers would hold registers that the loop needs.
         @pl.when(warpgroup < warpgroups)

@@ -126,9 +126,9 @@ def _gpu() -> tuple[Case, ...]:
     return (
         *cases,
         Case(C=512, M=4, G=7, earlier=0, **common),  # the first chunk of a sequence
-        Case(C=128, M=4, G=7, earlier=40, spare=0, **common),  # one program per head, no padding
+        Case(C=128, M=4, G=7, earlier=40, spare=1, **common),  # one program per head
         Case(C=1024, M=1, G=5, earlier=1, rows=8, spare=7, **common),  # pages that most rows share, much padding
-        Case(C=1024, M=1, G=2, earlier=64, rows=8, spare=100, **common),  # every page by about one row
+        Case(C=1024, M=1, G=2, earlier=24, rows=8, spare=40, **common),  # every page by about one row
         Case(C=64, M=2, G=6, H=64, S=64, earlier=5, dtype="bfloat16"),  # rows of 64 queries, one warpgroup
         Case(C=384, M=3, G=2, H=128, S=64, earlier=17, rows=3, segments=True, dtype="bfloat16"),
     )

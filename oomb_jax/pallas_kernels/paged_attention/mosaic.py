@@ -2,8 +2,9 @@
 
 A program owns 64 queries of one head per computing warpgroup and walks over its keys: the pages of its row of the
 table, then the chunk's own keys up to the diagonal. One more warpgroup moves data: it reads the page ids and asks the
-copy engine (TMA) for each page, which is one key tile. The two computing warpgroups take turns, so that one multiplies
-while the other takes exponentials (FlashAttention-3, arXiv 2407.08608).
+copy engine (TMA) for each page, which is one key tile. A warpgroup asks for the scores of a tile and the values of the
+tile before at once, and takes the exponentials of the one while the other is computed (FlashAttention-3, arXiv
+2407.08608). With two warpgroups a program, and no order forced on them, the matrix unit hardly rests.
 
 Pools enter whole, seen as [L * P * M, S, H]: a slice of one layer would be copied before the call.
 """
@@ -42,7 +43,7 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
 
     def kernel(q_ref, k_new_ref, v_new_ref, k_ref, v_ref, layer_ref, table_ref, pages_ref, *rest, **scratch):
         q_smem, k_smem, v_smem, ids_smem, spare = (scratch.get(name) for name in ("q", "k", "v", "ids", "spare"))
-        q_ready, k_ready, v_ready, k_free, v_free, turn = scratch["barriers"]
+        q_ready, k_ready, v_ready, k_free, v_free = scratch["barriers"]
         *ids_refs, out_ref, lse_ref = rest
         q_ids_ref, page_ids_ref = ids_refs or (None, None)
         # Neighbours share keys: the heads of a group, then the query tiles, the ones with most own keys first.
@@ -57,7 +58,7 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             q_tile = q_smem.at[warpgroup]
             first = start + warpgroup * ROWS
             mine = pl.ds(first, ROWS)
@@ -65,71 +66,89 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
             q_ids = plgpu.load(q_ids_ref.at[mine], layout=BY_ROW, optimized=False) if segmented else None
             plgpu.barrier_wait(q_ready.at[warpgroup])
 
-            def take_turns():
-                if warpgroups == 2:
-                    plgpu.barrier_arrive(turn)
-                    plgpu.barrier_wait(turn)
-
-            def attend(t, carry, *, causal):
-                acc, maximum, total = carry
-                slot = lax.rem(t, stages)
-
-                def multiply(s_ref):
-                    plgpu.wgmma(s_ref, q_tile, k_smem.at[slot].T)
-                    take_turns()
-                    return s_ref[...]
-
-                s = pl.run_scoped(multiply, plgpu.ACC((ROWS, S), jnp.float32))
+            def weigh(t, s, maximum, total, *, causal):
+                """Weights of tile t, the running maximum and total with it, and the factor that earlier sums shrink by."""
                 if segmented:
-                    k_ids = plgpu.load(ids_smem.at[slot], layout=BY_COLUMN)
+                    k_ids = plgpu.load(ids_smem.at[lax.rem(t, stages)], layout=BY_COLUMN)
                     same = lax.broadcast_in_dim(q_ids, s.shape, [0]) == lax.broadcast_in_dim(k_ids, s.shape, [1])
                     s = jnp.where(same, s, -jnp.inf)
-                plgpu.barrier_arrive(k_free.at[slot])
+                plgpu.barrier_arrive(k_free.at[lax.rem(t, stages)])
                 if causal:
                     s = jnp.where(first + position(s, 0) >= (t - pages) * S + position(s, 1), s, -jnp.inf)
-
                 larger = jnp.maximum(maximum, s.max(axis=1) * scale)
                 # Without segments the first tile of a row has a key that the row sees, so `larger` is finite.
                 base = jnp.where(larger == -jnp.inf, 0.0, larger) if segmented else larger
                 p = jnp.exp2(s * scale - lax.broadcast_in_dim(base, s.shape, [0]))
                 decay = jnp.exp2(maximum - base)
-                acc *= lax.broadcast_in_dim(decay, acc.shape, [0])
-                total = total * decay + p.sum(axis=1)
-                # Keeps the exponentials before the turn is given away.
-                acc, total, larger, p = lax.optimization_barrier((acc, total, larger, p.astype(q.dtype)))
+                return p, larger, total * decay + p.sum(axis=1), decay
 
-                if warpgroups == 2:
-                    plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(v_ready.at[slot])
-                if warpgroups == 2:
-                    plgpu.barrier_wait(turn)
+            def begin():
+                plgpu.barrier_wait(k_ready.at[0])
 
-                def accumulate(acc_ref):
-                    add_product(acc_ref, p, v_smem.at[slot], None if spare is None else spare.at[warpgroup])
+                def multiply(s_ref):
+                    plgpu.wgmma(s_ref, q_tile, k_smem.at[0].T)
+                    return s_ref[...]
 
-                    @pl.when(t + 1 < steps)
-                    def _():
-                        plgpu.barrier_wait(k_ready.at[lax.rem(t + 1, stages)])
+                s = pl.run_scoped(multiply, plgpu.ACC((ROWS, S), jnp.float32))
+                maximum = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), BY_ROW)
+                total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW)
+                acc = plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), plgpu.Layout.WGMMA)
+                # The mask of the diagonal lets all of a page pass.
+                p, maximum, total, _ = weigh(0, s, maximum, total, causal=True)
+                return acc, p.astype(q.dtype), maximum, total
 
-                    return acc_ref[...] if interpret else None
+            def advance(t, carry, *, causal):
+                """The scores of tile t and the values of tile t - 1, asked for at once: weighs the one during the other."""
+                acc, p, maximum, total = carry
+                slot, before = lax.rem(t, stages), lax.rem(t - 1, stages)
+                plgpu.barrier_wait(k_ready.at[slot])
+                plgpu.barrier_wait(v_ready.at[before])
+
+                def products(acc_ref, *others):
+                    def multiply(s_ref):
+                        plgpu.wgmma(s_ref, q_tile, k_smem.at[slot].T)
+                        add_product(acc_ref, p, v_smem.at[before], left)
+                        return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+
+                    s = pl.run_scoped(multiply, plgpu.ACC((ROWS, S), jnp.float32))
+                    results = weigh(t, s, maximum, total, causal=causal)
+                    for ref, result in zip(others, results, strict=False):
+                        ref[...] = result
+                    return (acc_ref[...], results) if interpret else None
 
                 if interpret:  # it has no run_state, so it adds outside
+                    more, (p, maximum, total, decay) = pl.run_scoped(products, plgpu.ACC(acc.shape, acc.dtype))
+                    acc += more
+                else:
+                    zeros = plgpu.layout_cast(jnp.zeros((ROWS, S), jnp.float32), plgpu.Layout.WGMMA)
+                    state = plgpu.ACC.init(acc), zeros, maximum, total, maximum
+                    acc, p, maximum, total, decay = pl.run_state(lambda refs: products(*refs))(state)
+                plgpu.barrier_arrive(v_free.at[before])
+                acc *= lax.broadcast_in_dim(decay, acc.shape, [0])
+                # Narrowed only now: the product before reads the old weights to its end, and a compiler that finds
+                # their registers written to earlier makes every product wait for the last.
+                return lax.optimization_barrier((acc, p.astype(q.dtype), maximum, total))
+
+            def finish(acc, p):
+                last = lax.rem(steps - 1, stages)
+                plgpu.barrier_wait(v_ready.at[last])
+
+                def accumulate(acc_ref):
+                    add_product(acc_ref, p, v_smem.at[last], left)
+                    return acc_ref[...] if interpret else None
+
+                if interpret:
                     acc += pl.run_scoped(accumulate, plgpu.ACC(acc.shape, acc.dtype))
                 else:
                     acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
-                plgpu.barrier_arrive(v_free.at[slot])
-                return acc, larger, total
+                plgpu.barrier_arrive(v_free.at[last])
+                return acc
 
-            carry = (
-                plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), plgpu.Layout.WGMMA),
-                plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), BY_ROW),
-                plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW),
-            )
-            plgpu.barrier_wait(k_ready.at[0])
-            pl.when(warpgroup == 1)(take_turns)
-            carry = lax.fori_loop(0, unmasked, functools.partial(attend, causal=False), carry)
-            acc, maximum, total = lax.fori_loop(unmasked, steps, functools.partial(attend, causal=True), carry)
-            pl.when(warpgroup == 0)(take_turns)
+            left = None if spare is None else spare.at[warpgroup]
+            carry = lax.fori_loop(1, unmasked, functools.partial(advance, causal=False), begin())
+            carry = lax.fori_loop(lax.max(1, unmasked), steps, functools.partial(advance, causal=True), carry)
+            acc, p, maximum, total = carry
+            acc = finish(acc, p)
 
             # A query sees its own key, so total > 0.
             lse_ref.at[head, mine][...] = (maximum + jnp.log2(total)) * (1 / LOG2E)
@@ -140,7 +159,7 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
 
         @pl.when(warpgroup == warpgroups)
         def _move():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             layer_start = layer_ref[0] * P
 
             buffers = [k_smem, ids_smem, v_smem] if segmented else [k_smem, v_smem]
@@ -176,7 +195,6 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
                 plgpu.Barrier(num_barriers=stages),
                 plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
                 plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
-                plgpu.Barrier(num_arrivals=warpgroups),
             ),
         },
         grid=(N * C // block,),

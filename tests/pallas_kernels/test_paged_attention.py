@@ -68,15 +68,14 @@ def error(a, b):
 class Suite:
     """Tests of one implementation. Subclasses list their cases."""
 
-    forward = staticmethod(paged_attention)
-    backward = staticmethod(paged_attention_vjp)
+    forward = staticmethod(jax.jit(paged_attention))
+    backward = staticmethod(jax.jit(paged_attention_vjp))
 
     def run(self, x):
         """All results, in the order of OUTPUTS, the pools whole."""
-        out, lse = jax.jit(self.forward)(*x.forward, **x.segments)
+        out, lse = self.forward(*x.forward, **x.segments)
         pools = x.dk_pool, x.dv_pool
-        backward = jax.jit(self.backward)
-        return out, lse, *backward(*x.forward[:5], *pools, *x.forward[5:], out, lse, x.d_out, **x.segments)
+        return out, lse, *self.backward(*x.forward[:5], *pools, *x.forward[5:], out, lse, x.d_out, **x.segments)
 
     def check(self, case, bound):
         """bound(x, exact): the largest error of each output."""
@@ -128,8 +127,8 @@ def at_most_plain(case):
 
 class TestMosaicInterpreted(Suite):
     options = {"q_segments": None, "pool_segments": None, "interpret": plgpu.InterpretGPUParams()}
-    forward = staticmethod(functools.partial(mosaic.forward, **options))
-    backward = staticmethod(functools.partial(mosaic_vjp.backward, **options))
+    forward = staticmethod(jax.jit(functools.partial(mosaic.forward, **options)))
+    backward = staticmethod(jax.jit(functools.partial(mosaic_vjp.backward, **options)))
 
     @pytest.mark.parametrize("case", INTERPRETED, ids=str)
     def test_results_are_as_good_as_plain_attention(self, case):
@@ -141,8 +140,8 @@ HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability.
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 class TestMosaic(Suite):
-    forward = staticmethod(functools.partial(paged_attention, implementation="mosaic"))
-    backward = staticmethod(functools.partial(paged_attention_vjp, implementation="mosaic"))
+    forward = staticmethod(jax.jit(functools.partial(paged_attention, implementation="mosaic")))
+    backward = staticmethod(jax.jit(functools.partial(paged_attention_vjp, implementation="mosaic")))
 
     @pytest.mark.parametrize("case", GPU, ids=str)
     def test_results_are_as_good_as_plain_attention(self, case):

@@ -271,7 +271,9 @@ def _key_gradients(
             if segmented:
                 load = lambda ref: plgpu.load(ref, layout=BY_ROW, optimized=False)
                 k_ids = lax.cond(
-                    is_own, lambda: load(q_ids_ref.at[mine]), lambda: load(page_ids_ref.at[lax.max(page_ref[listed], 0), inside])
+                    is_own,
+                    lambda: load(q_ids_ref.at[mine]),
+                    lambda: load(page_ids_ref.at[lax.max(page_ref[listed], 0), inside]),
                 )
             plgpu.barrier_wait(kv_ready.at[warpgroup])
             spread = lambda x: lax.broadcast_in_dim(x, (ROWS, ROWS), [1])

@@ -67,7 +67,7 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
             plgpu.barrier_wait(q_ready.at[warpgroup])
 
             def weigh(t, s, maximum, total, *, causal):
-                """Weights of tile t, the running maximum and total with it, and the factor that earlier sums shrink by."""
+                """Weights of tile t, the maximum and total with it, and the factor that earlier sums shrink by."""
                 if segmented:
                     k_ids = plgpu.load(ids_smem.at[lax.rem(t, stages)], layout=BY_COLUMN)
                     same = lax.broadcast_in_dim(q_ids, s.shape, [0]) == lax.broadcast_in_dim(k_ids, s.shape, [1])
@@ -98,7 +98,7 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
                 return acc, p.astype(q.dtype), maximum, total
 
             def advance(t, carry, *, causal):
-                """The scores of tile t and the values of tile t - 1, asked for at once: weighs the one during the other."""
+                """Scores of tile t and values of tile t - 1, asked for at once: weighs the one during the other."""
                 acc, p, maximum, total = carry
                 slot, before = lax.rem(t, stages), lax.rem(t - 1, stages)
                 plgpu.barrier_wait(k_ready.at[slot])

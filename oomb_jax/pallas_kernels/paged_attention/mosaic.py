@@ -11,6 +11,7 @@ Pools enter whole, seen as [L * P * M, S, H]: a slice of one layer would be copi
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
     interpret: parameters of Pallas's interpreter, to run on a CPU.
     """
     C, N, H = q.shape
-    _, P, M, S, _ = k_pool.shape
+    _, _, M, S, _ = k_pool.shape
     G, R = N // M, table.shape[0]
     tile = tiles(queries=C // R, H=H, S=S)
     warpgroups, stages = tile.warpgroups, tile.stages
@@ -41,19 +42,11 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
     scale = H**-0.5 * LOG2E  # the softmax runs in powers of two
     segmented = q_segments is not None
 
-    def kernel(q_ref, k_new_ref, v_new_ref, k_ref, v_ref, layer_ref, table_ref, pages_ref, *rest, **scratch):
-        q_smem, k_smem, v_smem, ids_smem, spare = (scratch.get(name) for name in ("q", "k", "v", "ids", "spare"))
-        q_ready, k_ready, v_ready, k_free, v_free = scratch["barriers"]
-        *ids_refs, out_ref, lse_ref = rest
-        q_ids_ref, page_ids_ref = ids_refs or (None, None)
-        # Neighbours share keys: the heads of a group, then the query tiles, the ones with most own keys first.
-        rest, g = divide(lax.axis_index("program"), G)
-        kv_head, i = divide(rest, C // block)
-        head, start = kv_head * G + g, (C // block - 1 - i) * block
-        row = lax.div(start, C // R)
-        pages = pages_ref[row]
-        unmasked = pages + lax.div(start, S)
-        steps = pages + lax.div(start + block + S - 1, S)
+    def kernel(*refs, q_smem, k_smem, v_smem, q_ready, key_barriers, ids_smem=None, spare=None):
+        q_ref, *key_refs, pages_ref, out_ref, lse_ref = refs
+        k_ready, v_ready, k_free, v_free = key_barriers
+        place = place_of_program(C=C, G=G, R=R, S=S, block=block, pages_ref=pages_ref)
+        head, start, pages, steps = place.head, place.start, place.pages, place.steps
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup < warpgroups)
@@ -63,7 +56,7 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
             first = start + warpgroup * ROWS
             mine = pl.ds(first, ROWS)
             plgpu.copy_gmem_to_smem(q_ref.at[mine, head], q_tile, q_ready.at[warpgroup])
-            q_ids = plgpu.load(q_ids_ref.at[mine], layout=BY_ROW, optimized=False) if segmented else None
+            q_ids = plgpu.load(key_refs[-1].at[mine], layout=BY_ROW, optimized=False) if segmented else None
             plgpu.barrier_wait(q_ready.at[warpgroup])
 
             def weigh(t, s, maximum, total, *, causal):
@@ -145,11 +138,10 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
                 return acc
 
             left = None if spare is None else spare.at[warpgroup]
-            carry = lax.fori_loop(1, unmasked, functools.partial(advance, causal=False), begin())
-            carry = lax.fori_loop(lax.max(1, unmasked), steps, functools.partial(advance, causal=True), carry)
+            carry = lax.fori_loop(1, place.unmasked, functools.partial(advance, causal=False), begin())
+            carry = lax.fori_loop(lax.max(1, place.unmasked), steps, functools.partial(advance, causal=True), carry)
             acc, p, maximum, total = carry
             acc = finish(acc, p)
-
             # A query sees its own key, so total > 0.
             lse_ref.at[head, mine][...] = (maximum + jnp.log2(total)) * (1 / LOG2E)
             q_tile[...] = (acc * lax.broadcast_in_dim(1 / total, acc.shape, [0])).astype(q.dtype)
@@ -160,42 +152,16 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
         @pl.when(warpgroup == warpgroups)
         def _move():
             plgpu.set_max_registers(24, action="decrease")
-            layer_start = layer_ref[0] * P
-
-            buffers = [k_smem, ids_smem, v_smem] if segmented else [k_smem, v_smem]
-            ready = [k_ready, k_ready, v_ready] if segmented else [k_ready, v_ready]
-            free = [k_free, None, v_free] if segmented else [k_free, v_free]
-
-            def of_page(t):
-                page = table_ref[row, t]
-                at = (layer_start + page) * M + kv_head
-                return [k_ref.at[at], *([page_ids_ref.at[page]] if segmented else []), v_ref.at[at]]
-
-            def of_chunk(t):
-                at = pl.ds((t - pages) * S, S)
-                ids = [q_ids_ref.at[at]] if segmented else []
-                return [k_new_ref.at[at, kv_head], *ids, v_new_ref.at[at, kv_head]]
-
-            move(0, pages, of_page, buffers, ready, free)
-            move(pages, steps, of_chunk, buffers, ready, free)
-            drain(steps, [k_free, v_free])
+            move_keys(place, k_pool.shape, key_refs, (k_smem, v_smem, ids_smem), key_barriers)
 
     out, lse = plgpu.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((N, C), jnp.float32)),
         scratch_types={
-            "q": smem_tile((warpgroups, ROWS, H), q.dtype),
-            "k": smem_tile((stages, S, H), q.dtype),
-            "v": smem_tile((stages, S, H), q.dtype),
-            **({"ids": plgpu.SMEM((stages, S), jnp.int32)} if segmented else {}),
+            "q_smem": smem_tile((warpgroups, ROWS, H), q.dtype),
+            "q_ready": plgpu.Barrier(num_barriers=warpgroups),
+            **key_scratch(stages, S, H, q.dtype, warpgroups=warpgroups, segmented=segmented),
             **({"spare": smem_tile((warpgroups, ROWS, S), q.dtype)} if interpret else {}),
-            "barriers": (
-                plgpu.Barrier(num_barriers=warpgroups),
-                plgpu.Barrier(num_barriers=stages, num_arrivals=2 if segmented else 1),
-                plgpu.Barrier(num_barriers=stages),
-                plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
-                plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
-            ),
         },
         grid=(N * C // block,),
         grid_names=("program",),
@@ -204,22 +170,93 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_attention",
         interpret=interpret,
-    )(
-        *(q, k_new, v_new, flat(k_pool), flat(v_pool), *index_arrays(layer, table)),
-        *((q_segments, pool_segments) if segmented else ()),
-    )
+    )(q, *key_arguments(k_new, v_new, k_pool, v_pool, layer, table, q_segments, pool_segments))
     return out, lse
+
+
+class Place(NamedTuple):
+    """The queries that a program owns, and the key tiles that they see: pages, then the chunk's own."""
+
+    head: jax.Array
+    kv_head: jax.Array
+    start: jax.Array
+    """The first query."""
+    row: jax.Array
+    """The row of the table."""
+    pages: jax.Array
+    """Pages in the row."""
+    unmasked: jax.Array
+    """Tiles that every query sees whole."""
+    steps: jax.Array
+    """All tiles."""
+
+
+def place_of_program(*, C: int, G: int, R: int, S: int, block: int, pages_ref) -> Place:
+    """Neighbours share keys: the heads of a group, then the query tiles, the ones with most own keys first."""
+    others, g = divide(lax.axis_index("program"), G)
+    kv_head, i = divide(others, C // block)
+    start = (C // block - 1 - i) * block
+    row = lax.div(start, C // R)
+    pages = pages_ref[row]
+    steps = pages + lax.div(start + block + S - 1, S)
+    return Place(kv_head * G + g, kv_head, start, row, pages, pages + lax.div(start, S), steps)
+
+
+def key_arguments(k_new, v_new, k_pool, v_pool, layer, table, q_segments, pool_segments):
+    """What `move_keys` reads, and after it the number of pages of each row."""
+    # The table gets at least one column, as a reference to nothing cannot be made.
+    table = jnp.pad(table, ((0, 0), (0, max(0, 1 - table.shape[1]))), constant_values=-1)
+    segments = () if q_segments is None else (pool_segments, q_segments)
+    pages = jnp.sum(table >= 0, axis=1, dtype=jnp.int32)
+    return k_new, v_new, flat(k_pool), flat(v_pool), layer.reshape(1), table, *segments, pages
+
+
+def key_scratch(stages: int, S: int, H: int, dtype, *, warpgroups: int, segmented: bool):
+    """Shared memory and barriers for keys and values on their way."""
+    barrier = functools.partial(plgpu.Barrier, num_barriers=stages)
+    return {
+        "k_smem": smem_tile((stages, S, H), dtype),
+        "v_smem": smem_tile((stages, S, H), dtype),
+        **({"ids_smem": plgpu.SMEM((stages, S), jnp.int32)} if segmented else {}),
+        "key_barriers": (
+            barrier(num_arrivals=2 if segmented else 1),  # keys ready, document ids with them
+            barrier(),  # values ready
+            barrier(num_arrivals=warpgroups),  # keys free
+            barrier(num_arrivals=warpgroups),  # values free
+        ),
+    }
+
+
+def move_keys(place: Place, pool_shape, key_refs, buffers, barriers):
+    """Brings the key tiles of `place` to shared memory, page ids read on the way."""
+    _, P, M, S, _ = pool_shape
+    k_new_ref, v_new_ref, k_ref, v_ref, layer_ref, table_ref, *ids_refs = key_refs
+    k_smem, v_smem, ids_smem = buffers
+    k_ready, v_ready, k_free, v_free = barriers
+    layer_start = layer_ref[0] * P
+    buffers, ready, free = [k_smem, v_smem], [k_ready, v_ready], [k_free, v_free]
+    if ids_refs:
+        # Before the values: they come with the keys.
+        buffers, ready, free = [k_smem, ids_smem, v_smem], [k_ready, k_ready, v_ready], [k_free, None, v_free]
+
+    def of_page(t):
+        page = table_ref[place.row, t]
+        at = (layer_start + page) * M + place.kv_head
+        return [k_ref.at[at], *(ids_ref.at[page] for ids_ref in ids_refs[:1]), v_ref.at[at]]
+
+    def of_chunk(t):
+        at = pl.ds((t - place.pages) * S, S)
+        ids = (ids_ref.at[at] for ids_ref in ids_refs[1:])
+        return [k_new_ref.at[at, place.kv_head], *ids, v_new_ref.at[at, place.kv_head]]
+
+    move(0, place.pages, of_page, buffers, ready, free)
+    move(place.pages, place.steps, of_chunk, buffers, ready, free)
+    drain(place.steps, [k_free, v_free])
 
 
 def flat(pool):
     """[L, P, M, S, H] -> [L * P * M, S, H], no copy."""
     return pool.reshape(-1, *pool.shape[3:])
-
-
-def index_arrays(layer, table):
-    """The layer, the table with at least one column, and the number of pages of each row."""
-    table = jnp.pad(table, ((0, 0), (0, max(0, 1 - table.shape[1]))), constant_values=-1)
-    return layer.reshape(1), table, jnp.sum(table >= 0, axis=1, dtype=jnp.int32)
 
 
 def smem_tile(shape, dtype):

@@ -27,8 +27,11 @@ from oomb_jax.pallas_kernels.paged_attention.mosaic import (
     divide,
     drain,
     flat,
-    index_arrays,
+    key_arguments,
+    key_scratch,
     move,
+    move_keys,
+    place_of_program,
     position,
     smem_tile,
 )
@@ -57,61 +60,43 @@ def backward(
     # In powers of two, as the kernels' exponentials are.
     lse2 = lse * LOG2E
     delta = jnp.einsum("cnh,cnh->nc", out, d_out, preferred_element_type=jnp.float32)
-    segments = () if q_segments is None else (q_segments, pool_segments)
-    given = q, k_new, v_new, flat(k_pool), flat(v_pool), d_out, lse2, delta
-    layer, table, pages = index_arrays(layer, table)
-    geometry = k_pool.shape, table.shape[0]
-    dq = _query_gradient(geometry, *given, layer, table, pages, *segments, interpret=interpret)
+    keys = key_arguments(k_new, v_new, k_pool, v_pool, layer, table, q_segments, pool_segments)
+    dq = _query_gradient(k_pool.shape, q, d_out, lse2, delta, *keys, interpret=interpret)
     dk_ref, dv_ref = jax.new_ref(flat(dk_pool)), jax.new_ref(flat(dv_pool))
-    items = _pages_to_rows(table, k_pool.shape[1])
-    dk_new, dv_new = _key_gradients(geometry, *given, dk_ref, dv_ref, layer, *items, *segments, interpret=interpret)
+    dk_new, dv_new = _key_gradients(
+        k_pool.shape, q, d_out, lse2, delta, *keys[:-1], dk_ref, dv_ref, interpret=interpret
+    )
     dk_pool, dv_pool = (jax.freeze(ref).reshape(dk_pool.shape) for ref in (dk_ref, dv_ref))
     return dq, dk_new, dv_new, dk_pool, dv_pool
 
 
-def _query_gradient(geometry, q, k_new, v_new, k_pool, v_pool, d_out, lse2, delta, *indices, interpret):
-    (_, P, M, S, H), R = geometry
+def _query_gradient(pool_shape, q, d_out, lse2, delta, *keys, interpret):
+    """dq; keys: those of `key_arguments`."""
+    _, _, M, S, H = pool_shape
     C, N, _ = q.shape
-    G = N // M
+    G, R = N // M, keys[-1].shape[0]
     tile = tiles(queries=C // R, H=H, S=S)
     warpgroups, stages = tile.warpgroups, tile.dq_stages
     block = warpgroups * ROWS
-    segmented = len(indices) > 3
+    segmented = len(keys) > 7
 
-    def kernel(
-        *refs,
-        q_smem,
-        d_out_smem,
-        k_smem,
-        v_smem,
-        barriers,
-        ids_smem=None,
-        spare=None,
-    ):
-        q_ref, k_new_ref, v_new_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, layer_ref, table_ref, *refs = refs
-        pages_ref, *ids_refs, dq_ref = refs
-        q_ids_ref, page_ids_ref = ids_refs or (None, None)
-        q_ready, k_ready, v_ready, k_free, v_free = barriers
-        others, g = divide(lax.axis_index("program"), G)
-        kv_head, i = divide(others, C // block)
-        head, start = kv_head * G + g, (C // block - 1 - i) * block
-        row = lax.div(start, C // R)
-        pages = pages_ref[row]
-        unmasked = pages + lax.div(start, S)
-        steps = pages + lax.div(start + block + S - 1, S)
+    def kernel(*refs, q_smem, d_out_smem, k_smem, v_smem, q_ready, key_barriers, ids_smem=None, spare=None):
+        q_ref, d_out_ref, lse_ref, delta_ref, *key_refs, pages_ref, dq_ref = refs
+        k_ready, v_ready, k_free, v_free = key_barriers
+        place = place_of_program(C=C, G=G, R=R, S=S, block=block, pages_ref=pages_ref)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
             plgpu.set_max_registers(240, action="increase")
             q_tile, d_out_tile = q_smem.at[warpgroup], d_out_smem.at[warpgroup]
-            first = start + warpgroup * ROWS
+            head, first = place.head, place.start + warpgroup * ROWS
             mine = pl.ds(first, ROWS)
             plgpu.copy_gmem_to_smem(q_ref.at[mine, head], q_tile, q_ready.at[warpgroup])
             plgpu.copy_gmem_to_smem(d_out_ref.at[mine, head], d_out_tile, q_ready.at[warpgroup])
             load = lambda ref: plgpu.load(ref, layout=BY_ROW, optimized=False)
             lse, delta = load(lse_ref.at[head, mine]), load(delta_ref.at[head, mine])
-            q_ids = load(q_ids_ref.at[mine]) if segmented else None
+            q_ids = load(key_refs[-1].at[mine]) if segmented else None
             plgpu.barrier_wait(q_ready.at[warpgroup])
 
             def add_keys(dq_acc, slot, keys, key_start):
@@ -141,10 +126,10 @@ def _query_gradient(geometry, q, k_new, v_new, k_pool, v_pool, d_out, lse2, delt
                 slot = lax.rem(t, stages)
                 plgpu.barrier_wait(k_ready.at[slot])
                 plgpu.barrier_wait(v_ready.at[slot])
-                # A mask needs registers, so a diagonal tile is taken in parts; parts beyond the diagonal are skipped.
-                width = ROWS if causal else S
+                # A mask needs registers, so with one a tile is taken in parts; those beyond the diagonal are skipped.
+                width = ROWS if causal or segmented else S
                 for part in range(0, S, width):
-                    key_start = (t - pages) * S + part
+                    key_start = (t - place.pages) * S + part
                     add = functools.partial(add_keys, dq_acc, slot, pl.ds(part, width))
                     if causal:
                         pl.when(key_start <= first)(functools.partial(add, key_start))
@@ -154,8 +139,8 @@ def _query_gradient(geometry, q, k_new, v_new, k_pool, v_pool, d_out, lse2, delt
                 plgpu.barrier_arrive(k_free.at[slot])
 
             def walk(dq_acc):
-                pl.loop(0, unmasked)(lambda t: step(t, dq_acc, causal=False))
-                pl.loop(unmasked, steps)(lambda t: step(t, dq_acc, causal=True))
+                pl.loop(0, place.unmasked)(lambda t: step(t, dq_acc, causal=False))
+                pl.loop(place.unmasked, place.steps)(lambda t: step(t, dq_acc, causal=True))
                 return dq_acc[...] * H**-0.5
 
             dq = pl.run_scoped(walk, plgpu.ACC((ROWS, H), jnp.float32))
@@ -167,24 +152,7 @@ def _query_gradient(geometry, q, k_new, v_new, k_pool, v_pool, d_out, lse2, delt
         @pl.when(warpgroup == warpgroups)
         def _move():
             plgpu.set_max_registers(24, action="decrease")
-            layer_start = layer_ref[0] * P
-            buffers = [k_smem, ids_smem, v_smem] if segmented else [k_smem, v_smem]
-            ready = [k_ready, k_ready, v_ready] if segmented else [k_ready, v_ready]
-            free = [k_free, None, v_free] if segmented else [k_free, v_free]
-
-            def of_page(t):
-                page = table_ref[row, t]
-                at = (layer_start + page) * M + kv_head
-                return [k_ref.at[at], *([page_ids_ref.at[page]] if segmented else []), v_ref.at[at]]
-
-            def of_chunk(t):
-                at = pl.ds((t - pages) * S, S)
-                ids = [q_ids_ref.at[at]] if segmented else []
-                return [k_new_ref.at[at, kv_head], *ids, v_new_ref.at[at, kv_head]]
-
-            move(0, pages, of_page, buffers, ready, free)
-            move(pages, steps, of_chunk, buffers, ready, free)
-            drain(steps, [k_free, v_free])
+            move_keys(place, pool_shape, key_refs, (k_smem, v_smem, ids_smem), key_barriers)
 
     return plgpu.kernel(
         kernel,
@@ -192,17 +160,9 @@ def _query_gradient(geometry, q, k_new, v_new, k_pool, v_pool, d_out, lse2, delt
         scratch_types={
             "q_smem": smem_tile((warpgroups, ROWS, H), q.dtype),
             "d_out_smem": smem_tile((warpgroups, ROWS, H), q.dtype),
-            "k_smem": smem_tile((stages, S, H), q.dtype),
-            "v_smem": smem_tile((stages, S, H), q.dtype),
-            **({"ids_smem": plgpu.SMEM((stages, S), jnp.int32)} if segmented else {}),
+            "q_ready": plgpu.Barrier(num_barriers=warpgroups, num_arrivals=2),
+            **key_scratch(stages, S, H, q.dtype, warpgroups=warpgroups, segmented=segmented),
             **({"spare": smem_tile((warpgroups, ROWS, S), q.dtype)} if interpret else {}),
-            "barriers": (
-                plgpu.Barrier(num_barriers=warpgroups, num_arrivals=2),
-                plgpu.Barrier(num_barriers=stages, num_arrivals=2 if segmented else 1),
-                plgpu.Barrier(num_barriers=stages),
-                plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
-                plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
-            ),
         },
         grid=(N * C // block,),
         grid_names=("program",),
@@ -211,19 +171,21 @@ def _query_gradient(geometry, q, k_new, v_new, k_pool, v_pool, d_out, lse2, delt
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_attention_dq",
         interpret=interpret,
-    )(q, k_new, v_new, k_pool, v_pool, d_out, lse2, delta, *indices)
+    )(q, d_out, lse2, delta, *keys)
 
 
 def _key_gradients(
-    geometry, q, k_new, v_new, k_pool, v_pool, d_out, lse2, delta, dk_pool, dv_pool, *indices, interpret
+    pool_shape, q, d_out, lse2, delta, k_new, v_new, k_pool, v_pool, layer, table, *segments_and_pools, interpret
 ):
-    """dk_new and dv_new; adds to the two references to pools."""
-    (_, P, M, S, H), R = geometry
+    """dk_new and dv_new; adds to the two references to gradient pools."""
+    *segments, dk_pool, dv_pool = segments_and_pools
+    _, P, M, S, H = pool_shape
     C, N, _ = q.shape
-    G, Q = N // M, C // R
+    G, Q = N // M, C // table.shape[0]
     warpgroups, stages = S // ROWS, tiles(queries=Q, H=H, S=S).dkv_stages
-    own, U = C // S, indices[1].shape[0]
-    segmented = len(indices) > 5
+    pages, *lists = _pages_to_rows(table, P)
+    own, U = C // S, pages.shape[0]
+    segmented = bool(segments)
 
     def kernel(
         *refs,
@@ -236,11 +198,12 @@ def _key_gradients(
         delta_smem,
         barriers,
         ids_smem=None,
+        k_ids_smem=None,
         spare=None,
     ):
-        q_ref, k_new_ref, v_new_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref, *refs = refs
-        places_ref, layer_ref, page_ref, first_ref, count_ref, row_ref, *ids_refs, dk_new_ref, dv_new_ref = refs
-        q_ids_ref, page_ids_ref = ids_refs or (None, None)
+        q_ref, d_out_ref, lse_ref, delta_ref, k_new_ref, v_new_ref, k_ref, v_ref, layer_ref, *refs = refs
+        places_ref, page_ref, first_ref, count_ref, row_ref, *ids_refs, dk_ref, dv_ref, dk_new_ref, dv_new_ref = refs
+        page_ids_ref, q_ids_ref = ids_refs or (None, None)
         kv_ready, q_ready, d_out_ready, q_free, d_out_free = barriers
         per_row = Q // ROWS * G
         warpgroup = lax.axis_index("warpgroup")
@@ -260,21 +223,21 @@ def _key_gradients(
             inside = pl.ds(warpgroup * ROWS, ROWS)
             mine = pl.ds(lax.min(item, own - 1) * S + warpgroup * ROWS, ROWS)
 
-            def load_keys(k_source, v_source):
-                plgpu.copy_gmem_to_smem(k_source, k_tile, kv_ready.at[warpgroup])
-                plgpu.copy_gmem_to_smem(v_source, v_tile, kv_ready.at[warpgroup])
-                plgpu.copy_gmem_to_smem(places_ref, places_smem.at[warpgroup], kv_ready.at[warpgroup])
+            def load_keys(*sources):
+                buffers = (k_smem, v_smem, places_smem, *([k_ids_smem] if segmented else []))
+                for source, buffer in zip(sources, buffers, strict=True):
+                    plgpu.copy_gmem_to_smem(source, buffer.at[warpgroup], kv_ready.at[warpgroup])
 
-            pl.when(is_own)(lambda: load_keys(k_new_ref.at[mine, kv_head], v_new_ref.at[mine, kv_head]))
-            pl.when(~is_own)(lambda: load_keys(k_ref.at[page(), inside], v_ref.at[page(), inside]))
-            k_ids = None
-            if segmented:
-                load = lambda ref: plgpu.load(ref, layout=BY_ROW, optimized=False)
-                k_ids = lax.cond(
-                    is_own,
-                    lambda: load(q_ids_ref.at[mine]),
-                    lambda: load(page_ids_ref.at[lax.max(page_ref[listed], 0), inside]),
-                )
+            @pl.when(is_own)
+            def _():
+                ids = [q_ids_ref.at[mine]] if segmented else []
+                load_keys(k_new_ref.at[mine, kv_head], v_new_ref.at[mine, kv_head], places_ref, *ids)
+
+            @pl.when(~is_own)
+            def _():
+                ids = [page_ids_ref.at[page_ref[listed], inside]] if segmented else []
+                load_keys(k_ref.at[page(), inside], v_ref.at[page(), inside], places_ref, *ids)
+
             plgpu.barrier_wait(kv_ready.at[warpgroup])
             spread = lambda x: lax.broadcast_in_dim(x, (ROWS, ROWS), [1])
             acc = plgpu.ACC((ROWS, ROWS), jnp.float32)
@@ -299,6 +262,7 @@ def _key_gradients(
                     before = warpgroup * ROWS - lax.div(t, G) * ROWS
                     s = jnp.where(spread(queries) >= before + position(s, 0), s, -jnp.inf)
                 if segmented:
+                    k_ids = plgpu.load(k_ids_smem.at[warpgroup], layout=BY_ROW)
                     s = jnp.where(lax.broadcast_in_dim(k_ids, s.shape, [0]) == spread(of_query(ids_smem)), s, -jnp.inf)
                 p = jnp.exp2(s * (H**-0.5 * LOG2E) - spread(of_query(lse_smem)))
                 plgpu.barrier_wait(d_out_ready.at[slot])
@@ -378,9 +342,10 @@ def _key_gradients(
             "lse_smem": plgpu.SMEM((stages, ROWS), jnp.float32),
             "delta_smem": plgpu.SMEM((stages, ROWS), jnp.float32),
             **({"ids_smem": plgpu.SMEM((stages, ROWS), jnp.int32)} if segmented else {}),
+            **({"k_ids_smem": plgpu.SMEM((warpgroups, ROWS), jnp.int32)} if segmented else {}),
             **({"spare": smem_tile((warpgroups, ROWS, ROWS), q.dtype)} if interpret else {}),
             "barriers": (
-                plgpu.Barrier(num_barriers=warpgroups, num_arrivals=3),
+                plgpu.Barrier(num_barriers=warpgroups, num_arrivals=4 if segmented else 3),
                 plgpu.Barrier(num_barriers=stages, num_arrivals=3 if segmented else 2),
                 plgpu.Barrier(num_barriers=stages, num_arrivals=2),
                 plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
@@ -394,7 +359,10 @@ def _key_gradients(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_attention_dkv",
         interpret=interpret,
-    )(q, k_new, v_new, k_pool, v_pool, d_out, lse2, delta, dk_pool, dv_pool, iota(ROWS), *indices)
+    )(
+        *(q, d_out, lse2, delta, k_new, v_new, k_pool, v_pool, layer),
+        *(iota(ROWS), pages, *lists, *segments, dk_pool, dv_pool),
+    )
 
 
 def _pages_to_rows(table, P: int):

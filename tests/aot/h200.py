@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax._src import compiler
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
-from jaxlib import _jax
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
 

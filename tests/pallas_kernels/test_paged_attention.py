@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races  # there is no public name
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from oomb_jax.pallas_kernels.paged_attention import mosaic, mosaic_vjp, paged_attention, paged_attention_vjp
+from oomb_jax.pallas_kernels.paged_attention import api, mosaic, mosaic_vjp, paged_attention, paged_attention_vjp
 from oomb_jax.pallas_kernels.paged_attention.cases import GPU, INTERPRETED, SMALL, Case, Inputs, inputs
 from oomb_jax.shapes import accumulator
 from tests.tolerance import F64_GRADIENT, TIMES_PLAIN
@@ -55,7 +56,7 @@ def by_definition(x, dtype):
     q, k_new, v_new, *pools = (t.astype(dtype) for t in tensors)
     # Only named pages exist for the formula; the others hold NaN.
     pages = [jnp.zeros_like(pool[0]).at[named].set(pool[layer, named]) for pool in pools]
-    formula = lambda *args: definition(*args, table, **x.segments)
+    formula = lambda q, k_new, v_new, k, v: definition(q, k_new, v_new, k, v, table, **x.segments)
     (out, lse), vjp = jax.vjp(formula, q, k_new, v_new, *pages)
     return out, lse, *vjp((x.d_out.astype(dtype), jnp.zeros_like(lse)))
 
@@ -134,6 +135,16 @@ class TestMosaicInterpreted(Suite):
     def test_results_are_as_good_as_plain_attention(self, case):
         self.check(case, at_most_plain(case))
 
+    def test_nothing_races(self):
+        case = Case(C=256, M=1, G=5, H=64, S=64, earlier=5, rows=2, segments=True, dtype="bfloat16")
+        options = self.options | {"interpret": plgpu.InterpretGPUParams(detect_races=True)}
+        x = inputs(case, seed=3)
+        out, lse = jax.jit(functools.partial(mosaic.forward, **options | x.segments))(*x.forward)
+        assert not get_races().races_found
+        arguments = *x.forward[:5], x.dk_pool, x.dv_pool, *x.forward[5:], out, lse, x.d_out
+        jax.block_until_ready(jax.jit(functools.partial(mosaic_vjp.backward, **options | x.segments))(*arguments))
+        assert not get_races().races_found
+
 
 HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability.startswith("9.")
 
@@ -192,3 +203,14 @@ def test_wrong_arguments_are_refused():
         paged_attention(*x.forward, implementation="mosaic")
     with pytest.raises(NotImplementedError, match="'triton' does not exist yet"):
         paged_attention(*x.forward, implementation="triton")
+
+
+def test_a_fallback_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(api, "_is_hopper", lambda: True)
+    api._log_once.cache_clear()
+    x = inputs(SMALL[1], seed=0)
+    for _ in range(2):
+        paged_attention(*x.forward)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "queries of float32" in record.message

@@ -11,7 +11,7 @@ Pools enter whole, seen as [L * P * M, S, H]: a slice of one layer would be copi
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from oomb_jax.pallas_kernels.paged_attention.config import ROWS, tiles
 
 LOG2E = math.log2(math.e)
+Accumulator: Any = plgpu.WGMMAAccumulatorRef
+"""Registers that matrix products add to."""
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 """Layout of one value per row of a score tile."""
 BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -42,7 +44,7 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
     scale = H**-0.5 * LOG2E  # the softmax runs in powers of two
     segmented = q_segments is not None
 
-    def kernel(*refs, q_smem, k_smem, v_smem, q_ready, key_barriers, ids_smem=None, spare=None):
+    def kernel(*refs, q_smem, k_smem, v_smem, q_ready, key_barriers, ids_smem: Any = None, spare: Any = None):
         q_ref, *key_refs, pages_ref, out_ref, lse_ref = refs
         k_ready, v_ready, k_free, v_free = key_barriers
         place = place_of_program(C=C, G=G, R=R, S=S, block=block, pages_ref=pages_ref)
@@ -56,13 +58,14 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
             first = start + warpgroup * ROWS
             mine = pl.ds(first, ROWS)
             plgpu.copy_gmem_to_smem(q_ref.at[mine, head], q_tile, q_ready.at[warpgroup])
-            q_ids = plgpu.load(key_refs[-1].at[mine], layout=BY_ROW, optimized=False) if segmented else None
+            q_ids: Any = plgpu.load(key_refs[-1].at[mine], layout=BY_ROW, optimized=False) if segmented else None
             plgpu.barrier_wait(q_ready.at[warpgroup])
 
             def weigh(t, s, maximum, total, *, causal):
                 """Weights of tile t, the maximum and total with it, and the factor that earlier sums shrink by."""
                 if segmented:
                     k_ids = plgpu.load(ids_smem.at[lax.rem(t, stages)], layout=BY_COLUMN)
+                    plgpu.commit_smem()  # read before the copy engine may write there again
                     same = lax.broadcast_in_dim(q_ids, s.shape, [0]) == lax.broadcast_in_dim(k_ids, s.shape, [1])
                     s = jnp.where(same, s, -jnp.inf)
                 plgpu.barrier_arrive(k_free.at[lax.rem(t, stages)])
@@ -82,7 +85,7 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
                     plgpu.wgmma(s_ref, q_tile, k_smem.at[0].T)
                     return s_ref[...]
 
-                s = pl.run_scoped(multiply, plgpu.ACC((ROWS, S), jnp.float32))
+                s = pl.run_scoped(multiply, Accumulator((ROWS, S), jnp.float32))
                 maximum = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), BY_ROW)
                 total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW)
                 acc = plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), plgpu.Layout.WGMMA)
@@ -103,19 +106,22 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
                         add_product(acc_ref, p, v_smem.at[before], left)
                         return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
 
-                    s = pl.run_scoped(multiply, plgpu.ACC((ROWS, S), jnp.float32))
+                    s = pl.run_scoped(multiply, Accumulator((ROWS, S), jnp.float32))
                     results = weigh(t, s, maximum, total, causal=causal)
                     for ref, result in zip(others, results, strict=False):
                         ref[...] = result
                     return (acc_ref[...], results) if interpret else None
 
+                def in_place(refs):
+                    products(*refs)
+
                 if interpret:  # it has no run_state, so it adds outside
-                    more, (p, maximum, total, decay) = pl.run_scoped(products, plgpu.ACC(acc.shape, acc.dtype))
+                    more, (p, maximum, total, decay) = pl.run_scoped(products, Accumulator(acc.shape, acc.dtype))
                     acc += more
                 else:
                     zeros = plgpu.layout_cast(jnp.zeros((ROWS, S), jnp.float32), plgpu.Layout.WGMMA)
-                    state = plgpu.ACC.init(acc), zeros, maximum, total, maximum
-                    acc, p, maximum, total, decay = pl.run_state(lambda refs: products(*refs))(state)
+                    state = Accumulator.init(acc), zeros, maximum, total, maximum
+                    acc, p, maximum, total, decay = pl.run_state(in_place)(state)
                 plgpu.barrier_arrive(v_free.at[before])
                 acc *= lax.broadcast_in_dim(decay, acc.shape, [0])
                 # Narrowed only now: the product before reads the old weights to its end, and a compiler that finds
@@ -131,9 +137,9 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
                     return acc_ref[...] if interpret else None
 
                 if interpret:
-                    acc += pl.run_scoped(accumulate, plgpu.ACC(acc.shape, acc.dtype))
+                    acc += pl.run_scoped(accumulate, Accumulator(acc.shape, acc.dtype))
                 else:
-                    acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
+                    acc = pl.run_state(accumulate)(Accumulator.init(acc))
                 plgpu.barrier_arrive(v_free.at[last])
                 return acc
 
@@ -261,7 +267,8 @@ def flat(pool):
 
 def smem_tile(shape, dtype):
     """Shared memory for 16-bit matrices in the order that copy engine and matrix instructions agree on."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    transforms: Any = plgpu.TilingTransform, plgpu.SwizzleTransform
+    return plgpu.SMEM(shape, dtype, transforms=(transforms[0]((8, 64)), transforms[1](128)))
 
 
 def move(lower, upper, source, buffers, ready, free):

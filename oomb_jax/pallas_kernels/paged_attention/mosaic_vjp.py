@@ -11,6 +11,7 @@ a page that no row names is neither read nor written.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from oomb_jax.pallas_kernels.paged_attention.mosaic import (
     BY_COLUMN,
     BY_ROW,
     LOG2E,
+    Accumulator,
     add_product,
     divide,
     drain,
@@ -80,7 +82,9 @@ def _query_gradient(pool_shape, q, d_out, lse2, delta, *keys, interpret):
     block = warpgroups * ROWS
     segmented = len(keys) > 7
 
-    def kernel(*refs, q_smem, d_out_smem, k_smem, v_smem, q_ready, key_barriers, ids_smem=None, spare=None):
+    def kernel(
+        *refs, q_smem, d_out_smem, k_smem, v_smem, q_ready, key_barriers, ids_smem: Any = None, spare: Any = None
+    ):
         q_ref, d_out_ref, lse_ref, delta_ref, *key_refs, pages_ref, dq_ref = refs
         k_ready, v_ready, k_free, v_free = key_barriers
         place = place_of_program(C=C, G=G, R=R, S=S, block=block, pages_ref=pages_ref)
@@ -114,10 +118,11 @@ def _query_gradient(pool_shape, q, d_out, lse2, delta, *keys, interpret):
                         p = jnp.where(first + position(p, 0) >= key_start + position(p, 1), p, 0.0)
                     if segmented:
                         k_ids = plgpu.load(ids_smem.at[slot, keys], layout=BY_COLUMN)
+                        plgpu.commit_smem()  # read before the copy engine may write there again
                         p = jnp.where(spread(q_ids) == lax.broadcast_in_dim(k_ids, shape, [1]), p, 0.0)
                     return (p * (dp_acc[...] - spread(delta))).astype(q.dtype)
 
-                ds = pl.run_scoped(score_gradient, *[plgpu.ACC(shape, jnp.float32)] * 2)
+                ds = pl.run_scoped(score_gradient, *[Accumulator(shape, jnp.float32)] * 2)
                 left = None if spare is None else spare.at[warpgroup, :, pl.ds(0, keys.size)]
                 add_product(dq_acc, ds, k_tile, left)
                 plgpu.wgmma_wait(0)
@@ -143,7 +148,7 @@ def _query_gradient(pool_shape, q, d_out, lse2, delta, *keys, interpret):
                 pl.loop(place.unmasked, place.steps)(lambda t: step(t, dq_acc, causal=True))
                 return dq_acc[...] * H**-0.5
 
-            dq = pl.run_scoped(walk, plgpu.ACC((ROWS, H), jnp.float32))
+            dq = pl.run_scoped(walk, Accumulator((ROWS, H), jnp.float32))
             q_tile[...] = dq.astype(q.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_tile, dq_ref.at[mine, head])
@@ -197,13 +202,14 @@ def _key_gradients(
         lse_smem,
         delta_smem,
         barriers,
-        ids_smem=None,
-        k_ids_smem=None,
-        spare=None,
+        ids_smem: Any = None,
+        k_ids_smem: Any = None,
+        spare: Any = None,
     ):
         q_ref, d_out_ref, lse_ref, delta_ref, k_new_ref, v_new_ref, k_ref, v_ref, layer_ref, *refs = refs
         places_ref, page_ref, first_ref, count_ref, row_ref, *ids_refs, dk_ref, dv_ref, dk_new_ref, dv_new_ref = refs
-        page_ids_ref, q_ids_ref = ids_refs or (None, None)
+        ids: Any = ids_refs or (None, None)
+        page_ids_ref, q_ids_ref = ids
         kv_ready, q_ready, d_out_ready, q_free, d_out_free = barriers
         per_row = Q // ROWS * G
         warpgroup = lax.axis_index("warpgroup")
@@ -211,17 +217,17 @@ def _key_gradients(
         def work():
             """Of this program: the head, the page's worth of own keys or the page of the list, its number of steps."""
             # A head's queries stay in the cache while its keys pass. Own keys first: their work differs most.
-            kv_head, item = divide(lax.axis_index("program"), own + U)
+            # The number of the program comes from memory, so that it can be asked for anew after the loops: kept in
+            # registers over them, the answers would spill.
+            kv_head, item = divide(places_ref[lax.axis_index("program")], own + U)
             is_own, listed = item < own, lax.max(item - own, 0)
             own_steps = (C // ROWS - item * (S // ROWS)) * G
             return kv_head, item, is_own, listed, lax.select(is_own, own_steps, count_ref[listed] * per_row)
 
         def gradients(kv_head, item, is_own, listed, steps):
             masked = lax.select(is_own, jnp.int32(S // ROWS * G), jnp.int32(0))
-            page = lambda: (layer_ref[0] * P + page_ref[listed]) * M + kv_head
             k_tile, v_tile = k_smem.at[warpgroup], v_smem.at[warpgroup]
             inside = pl.ds(warpgroup * ROWS, ROWS)
-            mine = pl.ds(lax.min(item, own - 1) * S + warpgroup * ROWS, ROWS)
 
             def load_keys(*sources):
                 buffers = (k_smem, v_smem, places_smem, *([k_ids_smem] if segmented else []))
@@ -230,17 +236,20 @@ def _key_gradients(
 
             @pl.when(is_own)
             def _():
+                mine = pl.ds(item * S + warpgroup * ROWS, ROWS)
                 ids = [q_ids_ref.at[mine]] if segmented else []
-                load_keys(k_new_ref.at[mine, kv_head], v_new_ref.at[mine, kv_head], places_ref, *ids)
+                load_keys(k_new_ref.at[mine, kv_head], v_new_ref.at[mine, kv_head], places_ref.at[pl.ds(0, ROWS)], *ids)
 
             @pl.when(~is_own)
             def _():
-                ids = [page_ids_ref.at[page_ref[listed], inside]] if segmented else []
-                load_keys(k_ref.at[page(), inside], v_ref.at[page(), inside], places_ref, *ids)
+                page = page_ref[listed]
+                at = (layer_ref[0] * P + page) * M + kv_head
+                ids = [page_ids_ref.at[page, inside]] if segmented else []
+                load_keys(k_ref.at[at, inside], v_ref.at[at, inside], places_ref.at[pl.ds(0, ROWS)], *ids)
 
             plgpu.barrier_wait(kv_ready.at[warpgroup])
             spread = lambda x: lax.broadcast_in_dim(x, (ROWS, ROWS), [1])
-            acc = plgpu.ACC((ROWS, ROWS), jnp.float32)
+            acc = Accumulator((ROWS, ROWS), jnp.float32)
             left = None if spare is None else spare.at[warpgroup]
 
             def step(t, dk_acc, dv_acc, *, causal):
@@ -276,6 +285,8 @@ def _key_gradients(
                 dp, delta = pl.run_scoped(weight_gradient, acc)
                 add_product(dk_acc, (p * (dp - spread(delta))).astype(q.dtype), q_smem.at[slot], left)
                 plgpu.wgmma_wait(1)
+                # lse, delta and ids are read before the copy engine may write there again.
+                plgpu.commit_smem()
                 plgpu.barrier_arrive(d_out_free.at[slot])
 
             def walk(dk_acc, dv_acc):
@@ -285,16 +296,22 @@ def _key_gradients(
                 plgpu.barrier_arrive(q_free.at[lax.rem(steps + stages - 1, stages)])
                 return dk_acc[...] * H**-0.5, dv_acc[...]
 
-            dk, dv = pl.run_scoped(walk, *[plgpu.ACC((ROWS, H), jnp.float32)] * 2)
+            dk, dv = pl.run_scoped(walk, *[Accumulator((ROWS, H), jnp.float32)] * 2)
+            store(dk, dv)
+
+        def store(dk, dv):
+            kv_head, item, is_own, listed = work()[:4]
+            inside = pl.ds(warpgroup * ROWS, ROWS)
 
             @pl.when(is_own)
             def _():
+                mine = pl.ds(item * S + warpgroup * ROWS, ROWS)
                 dk_new_ref.at[mine, kv_head][...] = dk
                 dv_new_ref.at[mine, kv_head][...] = dv
 
             @pl.when(~is_own)
             def _():
-                at = page()
+                at = (layer_ref[0] * P + page_ref[listed]) * M + kv_head
                 for ref, gradient in (dk_ref, dk), (dv_ref, dv):
                     before = plgpu.load(ref.at[at, inside], layout=plgpu.Layout.WGMMA, optimized=False)
                     ref.at[at, inside][...] = (before.astype(jnp.float32) + gradient).astype(ref.dtype)
@@ -361,7 +378,7 @@ def _key_gradients(
         interpret=interpret,
     )(
         *(q, d_out, lse2, delta, k_new, v_new, k_pool, v_pool, layer),
-        *(iota(ROWS), pages, *lists, *segments, dk_pool, dv_pool),
+        *(iota(max(ROWS, M * (own + U))), pages, *lists, *segments, dk_pool, dv_pool),
     )
 
 

@@ -45,7 +45,8 @@ class Config:
     """dtype of the key and value gradient pools; not float16. None: float32 (float64 for a float64 model)."""
 
     implementation: Implementation | None = None
-    """Which attention runs. None picks the best for the device; a named one never falls back."""
+    """Which attention runs: `"mosaic"`, the kernels for Hopper GPUs, or `"reference"`. A named one never falls back.
+    None: the reference, until a whole step was measured with the kernels."""
 
     def __post_init__(self):
         if self.page < 8:

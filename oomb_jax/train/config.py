@@ -55,6 +55,9 @@ class TrainConfig:
     remat: Remat = "dots"
     """What a recomputed chunk keeps for its backward pass: `none` (everything), `dots`, or `full` (recompute all)."""
 
+    implementation: Literal["reference", "mosaic"] | None = None
+    """Which attention runs: `mosaic`, the kernels for Hopper GPUs, or `reference`. None: the reference, for now."""
+
     grad_dtype: Literal["bfloat16", "float32"] | None = None
     """dtype of the summed gradients. None: float32."""
 
@@ -161,6 +164,7 @@ class TrainConfig:
             chunk=max(chunk // self.page, 1) * self.page if self.chunk is None else self.chunk,
             page=self.page,
             remat=self.remat,
+            implementation=self.implementation,
             grad_dtype=self.grad_dtype,
             kv_dtype=self.kv_dtype,
             kv_grad_dtype=self.kv_grad_dtype,

@@ -206,7 +206,7 @@ def describe(settings: TrainConfig, config: Config, model: Any, data: Data, devi
         "data": f"{settings.data}, {data.tokens:,} tokens{heldout}" + (", packed" if settings.pack else ""),
         "steps": f"{settings.steps:,} of {settings.batch} x {settings.ctx:,} tokens, {settings.optimizer}, "
         f"learning rate {settings.learning_rate:g}, {settings.schedule}",
-        "method": f"dense attention, remat {settings.remat}",
+        "method": f"dense attention ({settings.implementation or 'reference'}), remat {settings.remat}",
         "out": f"{settings.directory}",
     }
     return "\n".join(f"{name:>10}  {value}" for name, value in rows.items())

@@ -1,19 +1,33 @@
-"""Paged attention against the formula of its docstring, written without blocks, tables or running sums."""
+"""Paged attention against the formula of its docstring, written without blocks, tables or running sums.
+
+One suite for every implementation. Where there is a Hopper GPU, the kernels run on it: `JAX_PLATFORMS=cuda,cpu pytest
+tests/pallas_kernels`.
+"""
 
 import dataclasses
+import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races  # there is no public name
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
-from oomb_jax.pallas_kernels.paged_attention.cases import SMALL, Case, inputs
-from tests.tolerance import F64_GRADIENT
+from oomb_jax.pallas_kernels.paged_attention import api, mosaic, mosaic_vjp, paged_attention, paged_attention_vjp
+from oomb_jax.pallas_kernels.paged_attention.cases import GPU, INTERPRETED, SMALL, Case, Inputs, inputs
+from oomb_jax.shapes import accumulator
+from tests.tolerance import F64_GRADIENT, TIMES_PLAIN
+
+OUTPUTS = "out", "lse", "dq", "dk_new", "dv_new", "dk_pool", "dv_pool"
 
 
 def definition(q, k_new, v_new, k_pages, v_pages, table, q_segments=None, pool_segments=None):
-    """out and lse by one softmax over all keys of a row. k_pages, v_pages [P, M, S, H] are one layer's pages."""
+    """out and lse by one softmax over all keys of a row. k_pages, v_pages [P, M, S, H] are one layer's pages.
+
+    For 16-bit inputs this is plain attention: 16-bit products and weights, a float32 softmax.
+    """
     C, N, _ = q.shape
     Q = C // table.shape[0]
     outs, lses = [], []
@@ -28,48 +42,130 @@ def definition(q, k_new, v_new, k_pages, v_pages, table, q_segments=None, pool_s
         if q_segments is not None and pool_segments is not None:
             of_keys = np.concatenate([np.asarray(pool_segments)[ids].ravel(), np.asarray(q_segments)])
             mask &= np.asarray(q_segments)[queries, None] == of_keys
-        scores = jnp.einsum("qnh,unh->nqu", q[queries], k) / np.sqrt(q.shape[2])
+        scores = jnp.einsum("qnh,unh->nqu", q[queries], k).astype(accumulator(q.dtype)) / np.sqrt(q.shape[2])
         scores = jnp.where(mask[None], scores, -jnp.inf)
         lses.append(jax.nn.logsumexp(scores, axis=2))
-        outs.append(jnp.einsum("nqu,unh->qnh", jax.nn.softmax(scores, axis=2), v))
+        outs.append(jnp.einsum("nqu,unh->qnh", jax.nn.softmax(scores, axis=2).astype(q.dtype), v))
     return jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
 
 
-def relative(a, b):
-    return float(jnp.linalg.norm((a - b).ravel()) / max(1e-30, float(jnp.linalg.norm(b.ravel()))))
+def by_definition(x, dtype):
+    """out, lse, dq, dk_new, dv_new and what this chunk adds to the gradient pools, with inputs of `dtype`."""
+    *tensors, layer, table = x.forward
+    table = np.asarray(table)
+    named = np.unique(table[table >= 0])
+    q, k_new, v_new, *pools = (t.astype(dtype) for t in tensors)
+    # Only named pages exist for the formula; the others hold NaN.
+    pages = [jnp.zeros_like(pool[0]).at[named].set(pool[layer, named]) for pool in pools]
+    formula = lambda q, k_new, v_new, k, v: definition(q, k_new, v_new, k, v, table, **x.segments)
+    (out, lse), vjp = jax.vjp(formula, q, k_new, v_new, *pages)
+    return out, lse, *vjp((x.d_out.astype(dtype), jnp.zeros_like(lse)))
+
+
+def error(a, b):
+    a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
+    return float(np.linalg.norm(a - b) / max(1e-30, float(np.linalg.norm(b))))
+
+
+class Suite:
+    """Tests of one implementation. Subclasses list their cases."""
+
+    forward = staticmethod(jax.jit(paged_attention))
+    backward = staticmethod(jax.jit(paged_attention_vjp))
+
+    def run(self, x):
+        """All results, in the order of OUTPUTS, the pools whole."""
+        out, lse = self.forward(*x.forward, **x.segments)
+        pools = x.dk_pool, x.dv_pool
+        return out, lse, *self.backward(*x.forward[:5], *pools, *x.forward[5:], out, lse, x.d_out, **x.segments)
+
+    def check(self, case, bound):
+        """bound(x, exact): the largest error of each output."""
+        x = inputs(case, seed=0)
+        results = self.run(x)
+        layer, table = x.forward[5], np.asarray(x.forward[6])
+        cpu = jax.devices("cpu")[0]
+        x = Inputs(**{field.name: jax.device_put(getattr(x, field.name), cpu) for field in dataclasses.fields(x)})
+        with jax.default_device(cpu):
+            exact = by_definition(x, accumulator(case.dtype))
+            bounds = bound(x, exact)
+        unnamed = np.setdiff1d(np.arange(x.dk_pool.shape[1]), table)
+        for name, result, want, most in zip(OUTPUTS, results, exact, bounds, strict=True):
+            result = np.asarray(result)
+            if name in ("dk_pool", "dv_pool"):
+                # Added to the pages of this layer, and nothing else touched.
+                before = np.asarray(getattr(x, name))
+                assert (result[:, unnamed] == before[:, unnamed]).all()
+                others = np.arange(len(before)) != int(layer)
+                assert (result[others] == before[others]).all()
+                result = (result.astype(np.float64) - before.astype(np.float64))[int(layer)]
+                if case.gradient_dtype is not None:  # one rounding of the sum
+                    scale = np.linalg.norm(before[int(layer)].astype(np.float64)) / np.linalg.norm(np.asarray(want))
+                    most += 2.0**-8 * scale
+            assert error(result, want) <= most, name
+        return results
+
+    def check_repeats(self, case):
+        x = inputs(case, seed=1)
+        for first, second in zip(self.run(x), self.run(x), strict=True):
+            # Bits: NaN of pages that nobody names included.
+            assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_forward_and_backward_are_those_of_the_formula(case):
-    with jax.enable_x64(True):
-        x = inputs(dataclasses.replace(case, dtype="float64"), seed=0)
-        q, k_new, v_new, k_pool, v_pool, layer, table = x.forward
-        named = sorted({int(p) for p in np.asarray(table).ravel() if p >= 0})
+class TestReference(Suite):
+    def test_results_are_those_of_the_formula(self, case):
+        with jax.enable_x64(True):
+            case = dataclasses.replace(case, dtype="float64")
+            self.check(case, lambda x, exact: [F64_GRADIENT] * len(OUTPUTS))
 
-        # Only named pages exist for the formula; the others hold NaN.
-        def pages(pool):
-            return jnp.zeros_like(pool[0]).at[jnp.array(named, jnp.int32)].set(pool[layer, jnp.array(named, jnp.int32)])
 
-        def formula(q, k_new, v_new, k_pages, v_pages):
-            return definition(q, k_new, v_new, k_pages, v_pages, np.asarray(table), **x.segments)
+def at_most_plain(case):
+    """At most twice the error that plain attention in the case's dtype makes."""
+    return lambda x, exact: [
+        TIMES_PLAIN * error(got, want) for got, want in zip(by_definition(x, case.dtype), exact, strict=True)
+    ]
 
-        (out, lse), vjp = jax.vjp(formula, q, k_new, v_new, pages(k_pool), pages(v_pool))
-        expected = vjp((x.d_out, jnp.zeros_like(lse)))
 
-        actual_out, actual_lse = jax.jit(paged_attention)(*x.forward, **x.segments)
-        assert relative(actual_out, out) < F64_GRADIENT
-        assert relative(actual_lse, lse) < F64_GRADIENT
+class TestMosaicInterpreted(Suite):
+    options: ClassVar = {"q_segments": None, "pool_segments": None, "interpret": plgpu.InterpretGPUParams()}
+    forward = staticmethod(jax.jit(functools.partial(mosaic.forward, **options)))
+    backward = staticmethod(jax.jit(functools.partial(mosaic_vjp.backward, **options)))
 
-        gradient = jax.jit(paged_attention_vjp)(
-            *x.forward[:5], x.dk_pool, x.dv_pool, layer, table, out, lse, x.d_out, **x.segments
-        )
-        for got, want in zip(gradient[:3], expected[:3], strict=True):
-            assert relative(got, want) < F64_GRADIENT
-        for got, before, want in zip(gradient[3:], (x.dk_pool, x.dv_pool), expected[3:], strict=True):
-            # Added to the pages of this layer, and nothing else touched.
-            assert relative(got, before.at[layer].add(want)) < F64_GRADIENT
-            untouched = [p for p in range(want.shape[0]) if p not in named]
-            assert (got[:, jnp.array(untouched)] == before[:, jnp.array(untouched)]).all()
+    @pytest.mark.parametrize("case", INTERPRETED, ids=str)
+    def test_results_are_as_good_as_plain_attention(self, case):
+        self.check(case, at_most_plain(case))
+
+    def test_nothing_races(self):
+        case = Case(C=256, M=1, G=5, H=64, S=64, earlier=5, rows=2, segments=True, dtype="bfloat16")
+        options = self.options | {"interpret": plgpu.InterpretGPUParams(detect_races=True)}
+        x = inputs(case, seed=3)
+        out, lse = jax.jit(functools.partial(mosaic.forward, **options | x.segments))(*x.forward)
+        assert not get_races().races_found
+        arguments = *x.forward[:5], x.dk_pool, x.dv_pool, *x.forward[5:], out, lse, x.d_out
+        jax.block_until_ready(jax.jit(functools.partial(mosaic_vjp.backward, **options | x.segments))(*arguments))
+        assert not get_races().races_found
+
+
+HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability.startswith("9.")
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+class TestMosaic(Suite):
+    forward = staticmethod(jax.jit(functools.partial(paged_attention, implementation="mosaic")))
+    backward = staticmethod(jax.jit(functools.partial(paged_attention_vjp, implementation="mosaic")))
+
+    @pytest.mark.parametrize("case", GPU, ids=str)
+    def test_results_are_as_good_as_plain_attention(self, case):
+        self.check(case, at_most_plain(case))
+        self.check_repeats(case)
+
+    def test_rows_of_the_same_pages_give_the_bits_of_one_row(self):
+        case = Case(C=512, M=2, G=3, H=128, S=128, earlier=5, dtype="bfloat16")
+        x = inputs(case, seed=2)
+        by_row = dataclasses.replace(x, forward=(*x.forward[:6], jnp.repeat(x.forward[6], 4, axis=0)))
+        for one, many in zip(self.run(x), self.run(by_row), strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(many).tobytes()
 
 
 def test_narrow_gradient_pools_are_rounded_once_to_nearest_or_stochastically():
@@ -104,5 +200,19 @@ def test_wrong_arguments_are_refused():
         paged_attention(q, k_new, v_new, k_pool, v_pool, layer, jnp.repeat(table, 5, axis=0))
     with pytest.raises(ValueError, match="go together"):
         paged_attention(*x.forward, q_segments=jnp.zeros(16, jnp.int32))
-    with pytest.raises(NotImplementedError, match="'mosaic'"):
+    with pytest.raises(NotImplementedError, match="'mosaic': queries of float32"):
         paged_attention(*x.forward, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="'triton' does not exist yet"):
+        paged_attention(*x.forward, implementation="triton")
+
+
+def test_a_faster_implementation_is_pointed_out_once(monkeypatch, caplog):
+    monkeypatch.setattr(api, "_is_hopper", lambda: True)
+    monkeypatch.setattr(api, "unsupported", lambda *_: None)
+    api._log_once.cache_clear()
+    x = inputs(SMALL[1], seed=0)
+    for _ in range(2):
+        paged_attention(*x.forward)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "implementation='mosaic' is many times faster" in record.message

@@ -1,13 +1,18 @@
 """The operation as users call it: arguments, checks and the choice of an implementation."""
 
+import functools
+import logging
+import re
 from typing import Literal
 
+import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from oomb_jax.pallas_kernels.paged_attention import reference
+from oomb_jax.pallas_kernels.paged_attention.config import unsupported, unsupported_gradients
 
 Implementation = Literal["reference", "mosaic", "triton"]
-"""Every name that this operation will answer to; `reference` is the one that exists."""
+"""Every name that this operation will answer to. `mosaic` needs a Hopper GPU; `triton` does not exist yet."""
 
 Chunk = Float[Array, "C N H"]
 ChunkKV = Float[Array, "C M H"]
@@ -46,7 +51,8 @@ def paged_attention(
         holds tokens before the chunk. Ids of a row are distinct; negative entries are padding and end the row.
       q_segments, pool_segments: document ids of the chunk's tokens and, by page id, of the pages' tokens; both or
         neither. A query attends only to keys of its own document.
-      implementation: None picks the best for the device.
+      implementation: `"mosaic"`, the kernels for Hopper GPUs, or `"reference"`; a name is taken at its word. None: the
+        reference, for now; it logs once where the kernels could run.
 
     Returns:
       out in q's dtype, and lse in float32 (float64 for float64 queries).
@@ -56,10 +62,14 @@ def paged_attention(
       NotImplementedError: the named implementation does not exist for this input.
     """
     _check(q, k_new, k_pool, table, q_segments, pool_segments)
-    _choose(implementation)
-    return reference.forward(
-        q, k_new, v_new, k_pool, v_pool, layer, table, q_segments=q_segments, pool_segments=pool_segments
-    )
+    chosen = _choose(implementation, unsupported(q, k_new, v_new, k_pool, v_pool, table), "forward")
+    arguments = q, k_new, v_new, k_pool, v_pool, layer, table
+    segments = {"q_segments": q_segments, "pool_segments": pool_segments}
+    if chosen == "mosaic":
+        from oomb_jax.pallas_kernels.paged_attention import mosaic  # not every platform's jaxlib can import it
+
+        return mosaic.forward(*arguments, **segments)
+    return reference.forward(*arguments, **segments)
 
 
 def paged_attention_vjp(
@@ -95,31 +105,46 @@ def paged_attention_vjp(
       (float64); the two gradient pools.
     """
     _check(q, k_new, k_pool, table, q_segments, pool_segments)
-    _choose(implementation)
-    return reference.backward(
-        q,
-        k_new,
-        v_new,
-        k_pool,
-        v_pool,
-        dk_pool,
-        dv_pool,
-        layer,
-        table,
-        out,
-        lse,
-        d_out,
-        q_segments=q_segments,
-        pool_segments=pool_segments,
-        rounding_key=rounding_key,
-    )
+    reason = unsupported(q, k_new, v_new, k_pool, v_pool, table)
+    chosen = _choose(implementation, reason or unsupported_gradients(dk_pool, dv_pool, rounding_key), "backward")
+    arguments = q, k_new, v_new, k_pool, v_pool, dk_pool, dv_pool, layer, table, out, lse, d_out
+    segments = {"q_segments": q_segments, "pool_segments": pool_segments}
+    if chosen == "mosaic":
+        from oomb_jax.pallas_kernels.paged_attention import mosaic_vjp
+
+        return mosaic_vjp.backward(*arguments, **segments)
+    return reference.backward(*arguments, **segments, rounding_key=rounding_key)
 
 
-def _choose(implementation: Implementation | None) -> None:
-    if implementation not in (None, "reference"):
-        raise NotImplementedError(
-            f"implementation={implementation!r}: paged_attention has only 'reference' so far; pass that, or None"
-        )
+def _choose(implementation: Implementation | None, reason: str | None, direction: str) -> Implementation:
+    """The implementation to use; reason: why the Mosaic kernels cannot take the input."""
+    if implementation == "triton":
+        raise NotImplementedError("implementation='triton' does not exist yet; pass 'mosaic', 'reference' or None")
+    if implementation == "mosaic":
+        reason = reason or (None if _is_hopper() else "no Hopper GPU (H100, H200)")
+        if reason:
+            raise NotImplementedError(f"implementation='mosaic': {reason}; pass 'reference' or None")
+    if implementation is not None:
+        return implementation
+    # The kernels were tested alone on a GPU, not yet in a whole training step: until then they are used when named.
+    if _is_hopper() and reason is None:
+        faster = "implementation='mosaic' is many times faster"
+        _log_once(logging.WARNING, f"paged attention {direction}: reference; {faster}")
+    return "reference"
+
+
+@functools.cache
+def _log_once(level: int, message: str) -> None:
+    logging.getLogger(__name__).log(level, message)
+
+
+def _is_hopper() -> bool:
+    """Whether the device that is compiled for is a Hopper GPU."""
+    described = jax.sharding.get_abstract_mesh().abstract_device  # compiling for a device that is not here
+    if described is not None:
+        return re.search(r"\bG?H(100|200|20|800)\b", described.device_kind) is not None
+    device = jax.config.jax_default_device or jax.devices()[0]
+    return getattr(device, "compute_capability", "").startswith("9.")
 
 
 def _check(q, k_new, k_pool, table, q_segments, pool_segments) -> None:

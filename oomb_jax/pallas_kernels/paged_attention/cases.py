@@ -1,6 +1,7 @@
 """Shapes and settings on which every implementation is tested and measured."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +37,8 @@ class Case:
     dtype: DTypeLike = "float32"
     pool_dtype: DTypeLike | None = None
     """dtype of the key/value pools; None: `dtype`."""
+    gradient_dtype: DTypeLike | None = None
+    """dtype of the gradient pools; None: float32, or float64 for float64."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +82,8 @@ def inputs(case: Case, seed: int) -> Inputs:
             *(draw(case.C, heads, case.H) for heads in (N, case.M, case.M)),
             *(k_pool, v_pool, jnp.int32(rng.integers(case.L)), jnp.asarray(table)),
         ),
-        dk_pool=draw(*pool, dtype=accumulator(case.dtype)),
-        dv_pool=draw(*pool, dtype=accumulator(case.dtype)),
+        dk_pool=draw(*pool, dtype=case.gradient_dtype or accumulator(case.dtype)),
+        dv_pool=draw(*pool, dtype=case.gradient_dtype or accumulator(case.dtype)),
         d_out=draw(case.C, N, case.H),
         segments=segments,
     )
@@ -94,3 +97,41 @@ SMALL = (
     Case(C=64, M=1, G=3, H=8, S=16, earlier=4, rows=4, segments=True),
 )
 """For a CPU, in seconds."""
+
+INTERPRETED = (
+    Case(C=128, M=2, G=3, H=64, S=64, earlier=2, spare=1, dtype="bfloat16"),
+    Case(C=128, M=1, G=2, H=64, S=64, earlier=3, rows=2, segments=True, dtype="float16"),
+    Case(C=256, M=1, G=1, H=128, S=128, earlier=2, rows=2, dtype="bfloat16", gradient_dtype="bfloat16"),
+    Case(C=128, M=1, G=2, H=128, S=128, earlier=0, segments=True, dtype="bfloat16"),
+)
+"""The smallest that the Mosaic kernels take, for their interpreter."""
+
+
+def _gpu() -> tuple[Case, ...]:
+    """Every head width, page and dtype with every kind of table and group; then what is left."""
+    cases = []
+    for H in 64, 128:
+        for S in 64, 128:
+            for dtype in "bfloat16", "float16":
+                some = functools.partial(Case, H=H, S=S, dtype=dtype)
+                cases += [
+                    some(C=4 * S, M=2, G=7, earlier=9),
+                    some(C=4 * S, M=1, G=16, earlier=2, segments=True),
+                    some(C=5 * S, M=2, G=1, earlier=6, rows=5),
+                    some(C=4 * S, M=1, G=7, earlier=11, rows=4, segments=True),
+                    some(C=6 * S, M=1, G=3, earlier=4, rows=3, gradient_dtype="bfloat16"),
+                ]
+    common = {"H": 128, "S": 128, "dtype": "bfloat16"}
+    return (
+        *cases,
+        Case(C=512, M=4, G=7, earlier=0, **common),  # the first chunk of a sequence
+        Case(C=128, M=4, G=7, earlier=40, spare=1, **common),  # one program per head
+        Case(C=1024, M=1, G=5, earlier=1, rows=8, spare=7, **common),  # pages that most rows share, much padding
+        Case(C=1024, M=1, G=2, earlier=24, rows=8, spare=40, **common),  # every page by about one row
+        Case(C=64, M=2, G=6, H=64, S=64, earlier=5, dtype="bfloat16"),  # rows of 64 queries, one warpgroup
+        Case(C=384, M=3, G=2, H=128, S=64, earlier=17, rows=3, segments=True, dtype="bfloat16"),
+    )
+
+
+GPU = _gpu()
+"""For the kernels on a GPU."""

@@ -5,7 +5,7 @@ python = .venv/bin/python
 # Extras to install besides what a target needs: `make demo EXTRAS=cuda13` trains on the GPU.
 EXTRAS ?=
 
-# The demonstration. `make demo DEMO_FLAGS="--steps 3"` changes it: later flags win.
+# The demonstration. `make demo DEMO_FLAGS="--steps 100"` changes it: later flags win.
 demo_run = runs/demo
 demo_command = $(python) -m oomb_jax.train --model tiny --ctx 16384 --steps 60 --learning-rate 0.01 --warmup 5 \
 	--weight-decay 0 --eval-every 20 --eval-batches 4 --out $(demo_run)

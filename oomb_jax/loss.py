@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from oomb_jax.parts import add
-from oomb_jax.shapes import IGNORE, Hidden, Scalar, accumulator
+from oomb_jax.shapes import IGNORE, Hidden, Scalar, accumulator, divisor
 
 BLOCK_LOGITS = 2**26
 """Logits that exist at a time: 256 MiB of float32."""
@@ -54,7 +54,7 @@ def embed_gradient(outer: Any, grads: Any, tokens: Int[Array, " C"], dh: Hidden)
     dtype = accumulator(dh.dtype)
     # Cast only in name: of a lookup's vector-Jacobian product no value of the table is used.
     wide = jax.tree.map(lambda x: x.astype(dtype), outer)
-    rows = _divisor(tokens.shape[0], EMBED_ROWS)
+    rows = divisor(tokens.shape[0], EMBED_ROWS)
 
     def block(grads, part):
         tokens, dh = part
@@ -69,10 +69,5 @@ def embed_gradient(outer: Any, grads: Any, tokens: Int[Array, " C"], dh: Hidden)
 
 def _row_blocks(outer: Any, h: Hidden, labels: Int[Array, " C"]):
     V = jax.eval_shape(lambda outer, h: outer.head(h), outer, h).shape[1]
-    rows = _divisor(h.shape[0], max(1, BLOCK_LOGITS // V))
+    rows = divisor(h.shape[0], max(1, BLOCK_LOGITS // V))
     return h.reshape(-1, rows, h.shape[1]), labels.reshape(-1, rows)
-
-
-def _divisor(n: int, limit: int) -> int:
-    """The largest divisor of n that is at most limit."""
-    return max(d for d in range(1, min(n, limit) + 1) if n % d == 0)

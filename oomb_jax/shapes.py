@@ -44,3 +44,8 @@ def accumulator(dtype: DTypeLike) -> np.dtype:
 def iota(n: int) -> Int[Array, " n"]:
     """0 .. n-1 in int32, the dtype of every index, also where float64 is enabled."""
     return jnp.arange(n, dtype=jnp.int32)
+
+
+def divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most `limit`, and 1 where that is smaller."""
+    return max(d for d in range(1, max(1, min(n, limit)) + 1) if n % d == 0)

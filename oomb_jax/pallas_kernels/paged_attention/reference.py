@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from oomb_jax.rounding import stochastic_round
-from oomb_jax.shapes import accumulator, iota
+from oomb_jax.shapes import accumulator, divisor, iota
 
 HIGHEST = lax.Precision.HIGHEST  # the default on a GPU would be TensorFloat-32
 
@@ -157,7 +157,7 @@ def _dot(equation, a, b):
 def _own_blocks(k_new, v_new, q_segments, dtype, N):
     """The number of blocks of own keys, and a function from j to the j-th block."""
     C = k_new.shape[0]
-    width = _divisor(C, _block_budget() // (N * C))
+    width = divisor(C, _block_budget() // (N * C))
     k, v = (x.astype(dtype).swapaxes(0, 1)[None] for x in (k_new, v_new))
 
     def block(j):
@@ -249,8 +249,3 @@ def _pages_per_block(k_pool, table, C, N):
 def _block_budget() -> int:
     """Scores of one block: on a CPU they stay in its cache; a GPU wants few, large kernels (256 MiB of float32)."""
     return 2**20 if jax.default_backend() == "cpu" else 2**26
-
-
-def _divisor(n: int, limit: int) -> int:
-    """The largest divisor of n that does not exceed limit, at least 1."""
-    return max(d for d in range(1, max(1, min(n, limit)) + 1) if n % d == 0)

@@ -28,7 +28,7 @@ demo: ## set up, train the tiny model on real text at a context of 16,384 and sh
 	@if [ -e $(demo_run) ]; then echo "demo: removes $(demo_run), the result of an earlier demo"; rm -rf $(demo_run); fi
 	$(demo_command) $(DEMO_FLAGS)
 
-test: ## set up, then lint, types and the whole test suite on the CPU (about 10 minutes)
+test: ## set up, then lint, types and the whole test suite on the CPU (about 6 minutes)
 	@echo "test: style and types first, then the whole test suite on the CPU"
 	@sh scripts/setup dev$${EXTRAS:+,$$EXTRAS}
 	@$(MAKE) --no-print-directory lint

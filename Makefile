@@ -14,7 +14,7 @@ DEMO_FLAGS ?=
 # Tests spend their time compiling, each on one core.
 pytest_flags = -n auto --maxprocesses 8
 
-.PHONY: help setup demo test test-latest lint format clean
+.PHONY: help setup demo test test-latest test-aot lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,10 @@ test-latest: ## the test suite with the newest release of jax, in .venv-latest
 	@.venv-latest/bin/python -c 'import jax, jaxlib; print("test-latest: jax", jax.__version__, "jaxlib", jaxlib.__version__)'
 	.venv-latest/bin/python -m pytest $(pytest_flags)
 
+test-aot: ## compile the kernels for an H200 without a GPU, in .venv-aot (about a minute)
+	@VENV=.venv-aot sh scripts/setup dev,aot
+	.venv-aot/bin/python -m pytest $(pytest_flags) tests/aot
+
 lint: ## style and types (after make setup)
 	$(python) -m ruff check
 	$(python) -m ruff format --check
@@ -49,7 +53,7 @@ format: ## repair style (after make setup)
 	$(python) -m ruff format
 
 clean: ## remove environments, caches and build products; runs/ stays
-	rm -rf .venv .venv-latest .venv-uv .pytest_cache .ruff_cache build dist oomb_jax.egg-info
+	rm -rf .venv .venv-latest .venv-aot .venv-uv .pytest_cache .ruff_cache build dist oomb_jax.egg-info
 	find oomb_jax tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 export EXTRAS

@@ -1,14 +1,15 @@
 """Settings of the method: how a sequence is cut, what attends to what, what is kept and in which dtype."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from oomb_jax.pallas_kernels.paged_attention.api import Implementation
+
 Remat = Literal["none", "dots", "full"]
-Implementation = Literal["reference", "mosaic", "triton"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,8 @@ class Config:
             raise ValueError(f"attention={self.attention!r}: Dense() is the only one so far")
         if self.remat not in ("none", "dots", "full"):
             raise ValueError(f"remat={self.remat!r}: one of 'none', 'dots', 'full'")
+        if self.implementation not in (None, *get_args(Implementation)):
+            raise ValueError(f"implementation={self.implementation!r}: None, or one of {get_args(Implementation)}")
         for name in ("grad_dtype", "kv_dtype", "kv_grad_dtype"):
             dtype = getattr(self, name)
             if dtype is not None:

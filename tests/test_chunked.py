@@ -228,6 +228,7 @@ def test_wrong_shapes_and_pools_are_refused(untyped):
         ({"page": 4}, "page=4"),
         ({"remat": "some"}, "remat='some'"),
         ({"attention": "top-k"}, "attention='top-k'"),
+        ({"implementation": "cudnn"}, "implementation='cudnn'"),
         ({"kv_dtype": "int8"}, "kv_dtype=int8"),
         ({"grad_dtype": "float8_e4m3fn"}, "grad_dtype=float8_e4m3fn"),
         ({"kv_grad_dtype": "float16"}, "kv_grad_dtype=float16: .* use 'bfloat16'"),

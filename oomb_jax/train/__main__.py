@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return train(settings, console)
         except CheckpointError as error:
             raise ValueError(str(error)) from error
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
 

@@ -133,6 +133,7 @@ def test_a_step_in_pieces_is_value_and_grad(packed):
         ({"trainable": "layers.x_proj.*"}, "matches no parameter"),
         ({"config": "no-such-settings.json"}, "no-such-settings.json: no such file"),
         ({"optimizer": "sgd", "b1": 0.9}, "sgd has no such setting"),
+        ({"implementation": "mosaic"}, "implementation='mosaic': "),
     ],
 )
 def test_what_cannot_run_says_so_in_one_line_and_writes_nothing(text, tmp_path, capsys, more, message):

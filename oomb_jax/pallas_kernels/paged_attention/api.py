@@ -3,7 +3,7 @@
 import functools
 import logging
 import re
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -118,6 +118,8 @@ def paged_attention_vjp(
 
 def _choose(implementation: Implementation | None, reason: str | None, direction: str) -> Implementation:
     """The implementation to use; reason: why the Mosaic kernels cannot take the input."""
+    if implementation not in (None, *get_args(Implementation)):
+        raise ValueError(f"implementation={implementation!r}: None, or one of {get_args(Implementation)}")
     if implementation == "triton":
         raise NotImplementedError("implementation='triton' does not exist yet; pass 'mosaic', 'reference' or None")
     if implementation == "mosaic":

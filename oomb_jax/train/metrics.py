@@ -296,8 +296,8 @@ def _host_peak() -> int:
 
 
 # Dense bfloat16 peak with float32 accumulation, FLOP/s, by device kind without the maker's name. After NVIDIA's data
-# sheets, not measured (half of the figure "with sparsity" where that is the one printed) and, for the GeForce cards, the
-# white papers of the GA102, Ada and RTX Blackwell architectures.
+# sheets, not measured (half of the figure "with sparsity" where that is the one printed) and, for the GeForce cards,
+# the white papers of the GA102, Ada and RTX Blackwell architectures.
 _PEAK_FLOPS = (
     (r"GB200", 2500e12),
     (r"B200", 2250e12),

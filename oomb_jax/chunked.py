@@ -139,12 +139,12 @@ def fill(model: Any, pools: Pools, sequence: Sequence, config: Config, chunks: I
 
     def one(pools, c):
         chunk = _Chunk.of(sequence, c, config)
-        h, (k, v) = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), L - 1)
-        _, last_k, last_v = layer_at(layers, L - 1).attention_inputs(h, chunk.positions)
-        k, v = (jnp.concatenate([x, last[None]]) for x, last in ((k, last_k), (v, last_v)))
-        return append(pools, chunk.first_page, k, v), None
+        h, keys_values = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), L - 1)
+        _, *last = layer_at(layers, L - 1).attention_inputs(h, chunk.positions)
+        return append(pools, chunk.first_page, *_put(keys_values, tuple(last), L - 1)), None
 
-    return lax.scan(one, pools, chunks)[0]
+    with jax.named_scope("fill"):
+        return lax.scan(one, pools, chunks)[0]
 
 
 def evaluate(
@@ -155,8 +155,8 @@ def evaluate(
 
     def one(pools, c):
         chunk = _Chunk.of(sequence, c, config)
-        h, (k, v) = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), layer_count(layers))
-        return append(pools, chunk.first_page, k, v), head_losses(outer, h, sequence.labels[c])
+        h, keys_values = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), layer_count(layers))
+        return append(pools, chunk.first_page, *keys_values), head_losses(outer, h, sequence.labels[c])
 
     return lax.scan(one, pools, chunks)
 
@@ -183,10 +183,13 @@ def reverse(
     def one(carry: Carry, c):
         chunk = _Chunk.of(sequence, c, config)
         outer_grads, layer_grads = split(carry.grads)
-        h, saved = _layers_recompute(layers, chunk, carry.pools, outer.embed(sequence.tokens[c]))
-        loss, dh, outer_grads = head_gradient(outer, outer_grads, h, sequence.labels[c], weight)
-        dh, pools, layer_grads = _layers_backward(layers, chunk, carry.pools, dh, saved, layer_grads)
-        outer_grads = embed_gradient(outer, outer_grads, sequence.tokens[c], dh)
+        with jax.named_scope("recompute"):
+            h, saved = _layers_recompute(layers, chunk, carry.pools, outer.embed(sequence.tokens[c]))
+        with jax.named_scope("head"):
+            loss, dh, outer_grads = head_gradient(outer, outer_grads, h, sequence.labels[c], weight)
+        with jax.named_scope("backward"):
+            dh, pools, layer_grads = _layers_backward(layers, chunk, carry.pools, dh, saved, layer_grads)
+            outer_grads = embed_gradient(outer, outer_grads, sequence.tokens[c], dh)
         return Carry(pools=pools, grads=join(outer_grads, layer_grads)), loss
 
     return lax.scan(one, carry, chunks)
@@ -258,31 +261,37 @@ class _Saved(NamedTuple):
 
 
 def _layers_forward(layers: Any, chunk: _Chunk, pools: Pools, h: Hidden, L: int):
-    """The first L layers: their result, and their keys and values [L, C, M, H]."""
+    """The first L layers: their result, and keys and values [layers, C, M, H], those of further layers 0."""
 
-    def body(h, l):
+    def body(l, carry):
+        h, keys_values = carry
         layer = layer_at(layers, l)
         q, k, v = layer.attention_inputs(h, chunk.positions)
         o, _ = chunk.attention(pools, l, q, k, v)
-        return layer.attention_output(h, o), (k, v)
+        return layer.attention_output(h, o), _put(keys_values, (k, v), l)
 
-    return lax.scan(body, h, iota(L))
+    _, *kv = jax.eval_shape(lambda h: layer_at(layers, 0).attention_inputs(h, chunk.positions), h)
+    empty = tuple(jnp.zeros((layer_count(layers), *x.shape), x.dtype) for x in kv)
+    # A loop over an index: a scan over the first L layers would copy their weights.
+    return lax.fori_loop(0, L, body, (h, empty))
 
 
 def _layers_recompute(layers: Any, chunk: _Chunk, pools: Pools, h: Hidden) -> tuple[Hidden, _Saved]:
     """All layers again, keeping for the backward pass what `config.remat` says."""
     remat = _remat(chunk.config)
 
-    def body(h, l):
-        layer = layer_at(layers, l)
+    def body(h, x):
+        l, layer = x
         inputs = remat(lambda layer, h: layer.attention_inputs(h, chunk.positions))
         (q, k, v), inputs_vjp = jax.vjp(inputs, layer, h, saveable_args=False)
         o, lse = chunk.attention(pools, l, q, k, v)
         output = remat(lambda layer, h, o: layer.attention_output(h, o))
         result, output_vjp = jax.vjp(output, layer, h, o, saveable_args=False)
-        return result, _Saved(h, inputs_vjp, q, k, v, o, lse, output_vjp)
+        # Without the barrier XLA fuses a kernel with the write of its result into the stack, and where that result has
+        # another use runs the kernel a second time for it.
+        return result, lax.optimization_barrier(_Saved(h, inputs_vjp, q, k, v, o, lse, output_vjp))
 
-    return lax.scan(body, h, iota(layer_count(layers)))
+    return lax.scan(body, h, (iota(layer_count(layers)), layers))
 
 
 def _layers_backward(layers: Any, chunk: _Chunk, pools: Pools, dh: Hidden, saved: _Saved, grads: Any):
@@ -290,17 +299,20 @@ def _layers_backward(layers: Any, chunk: _Chunk, pools: Pools, dh: Hidden, saved
 
     def body(carry, x):
         dh, pools, grads = carry
-        l, s = x
-        layer = layer_at(layers, l)
+        l, layer, s = x
         d_output, dh, do = s.output_vjp.replace(args_res=[layer, s.h, s.o])(dh)
         d_qkv, pools = chunk.attention_vjp(pools, l, s.q, s.k, s.v, s.o, s.lse, do)
         d_inputs, more_dh = s.inputs_vjp.replace(args_res=[layer, s.h])(d_qkv)
         total = add(add(layer_at(grads, l), d_output), d_inputs)
-        grads = jax.tree.map(lambda g, t: lax.dynamic_update_index_in_dim(g, t, l, 0), grads, total)
-        return (dh + more_dh, pools, grads), None
+        return (dh + more_dh, pools, _put(grads, total, l)), None
 
-    xs = (iota(layer_count(layers)), saved)
+    xs = (iota(layer_count(layers)), layers, saved)
     return lax.scan(body, (dh, pools, grads), xs, reverse=True)[0]
+
+
+def _put(stack: Any, layer: Any, l: Int[Array, ""] | int) -> Any:
+    """The stack with one layer replaced."""
+    return jax.tree.map(lambda all_layers, x: lax.dynamic_update_index_in_dim(all_layers, x, l, 0), stack, layer)
 
 
 def _remat(config: Config):

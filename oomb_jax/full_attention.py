@@ -1,6 +1,6 @@
 """The yardstick: the same loss by ordinary attention over the whole sequence and ordinary automatic differentiation."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from oomb_jax.config import Config
-from oomb_jax.loss import cross_entropy
-from oomb_jax.parts import key_shape, split
+from oomb_jax.loss import embed_gradient, head_gradient
+from oomb_jax.parts import add, join, key_shape, split, zero_gradients
 from oomb_jax.sequence import check_batch, loss_weight, segment_positions, segments_ordered
-from oomb_jax.shapes import Labels, Scalar, Segments, Tokens, accumulator, iota
+from oomb_jax.shapes import IGNORE, Labels, Scalar, Segments, Tokens, accumulator, iota
 
 
 def full_attention_value_and_grad(
@@ -21,10 +21,27 @@ def full_attention_value_and_grad(
     labels: Labels,
     config: Config,
     segments: Segments | None = None,
+    *,
+    implementation: Literal["reference", "cudnn"] = "reference",
 ) -> tuple[Scalar, Any, None]:
-    """Same arguments and result as `value_and_grad`, without pools. Memory grows with T squared."""
+    """Same arguments and result as `value_and_grad`, without pools; of `config` only `grad_dtype` matters.
+
+    Args:
+      model, pools, tokens, labels, config, segments: as for `value_and_grad`.
+      implementation: `"reference"`, float32 attention that keeps its scores: exact, and memory grows with T squared.
+        `"cudnn"`, the way to train on a GPU without this library: cuDNN's attention and a checkpoint for each layer.
+
+    Raises:
+      NotImplementedError: segments with `"cudnn"`.
+    """
     tokens, labels, segments = check_batch(tokens, labels, segments)
     weight = loss_weight(labels, accumulator(key_shape(model).dtype))
+    if implementation == "cudnn":
+        if segments is not None:
+            raise NotImplementedError("implementation='cudnn' knows no segments; pass 'reference'")
+        one = lambda grads, row: _checkpointed(model, grads, row[0], row[1], weight)
+        grads, losses = lax.scan(one, zero_gradients(model, config), (tokens, labels))
+        return jnp.sum(losses), grads, None
 
     def loss(model):
         one = lambda row: sequence_loss(model, *row)
@@ -53,7 +70,11 @@ def sequence_loss(
         return layer.attention_output(h, attention(q, k, v, mask)), None
 
     h, _ = lax.scan(body, outer.embed(tokens), layers)
-    return jnp.sum(cross_entropy(outer, h, labels))
+    x, weight = outer.head(h)
+    logits = jnp.dot(x, weight, preferred_element_type=accumulator(x.dtype))
+    valid = labels != IGNORE
+    picked = jnp.take_along_axis(logits, jnp.where(valid, labels, 0)[:, None], axis=1)[:, 0]
+    return jnp.sum(jnp.where(valid, jax.nn.logsumexp(logits, axis=1) - picked, 0))
 
 
 def attention(
@@ -68,3 +89,23 @@ def attention(
     scores = dot("tmgh,umh->mgtu", grouped, k.astype(dtype)) * H**-0.5
     weights = jax.nn.softmax(jnp.where(mask[None, None], scores, -jnp.inf), axis=-1)
     return dot("mgtu,umh->tmgh", weights, v.astype(dtype)).reshape(T, N, H).astype(q.dtype)
+
+
+def _checkpointed(model: Any, grads: Any, tokens: Int[Array, " T"], labels: Int[Array, " T"], weight: Scalar):
+    """`grads` with the gradient of one sequence added, and its weighted loss."""
+    outer, layers = split(model)
+    positions = iota(tokens.shape[0])
+
+    @jax.checkpoint
+    def layer_output(h, layer):
+        q, k, v = layer.attention_inputs(h, positions)
+        o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return layer.attention_output(h, o)
+
+    trunk = lambda layers, h: lax.scan(lambda h, layer: (layer_output(h, layer), None), h, layers)[0]
+    h, trunk_vjp = jax.vjp(trunk, layers, outer.embed(tokens))
+    outer_grads, layer_grads = split(grads)
+    loss, dh, outer_grads = head_gradient(outer, outer_grads, h, labels, weight)
+    more, dh = trunk_vjp(dh)
+    outer_grads = embed_gradient(outer, outer_grads, tokens, dh)
+    return join(outer_grads, add(layer_grads, more)), loss

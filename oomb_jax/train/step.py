@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from oomb_jax.chunked import Carry, evaluate, fill, reverse
+from oomb_jax.compiler import COMPILER_OPTIONS
 from oomb_jax.config import Config
 from oomb_jax.parts import key_shape, zero_gradients
 from oomb_jax.pools import Pools, clear_gradients, create_pools
@@ -105,7 +106,7 @@ class Evaluation:
 
     @functools.cached_property
     def _chunk(self):
-        @functools.partial(jax.jit, donate_argnums=1)
+        @functools.partial(jax.jit, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
         def piece(model, pools, sequence, c):
             return evaluate(model, pools, sequence, self.config, c)
 
@@ -154,7 +155,7 @@ def compile_step(
         return reverse(model, carry, sequence, weight, config, c)
 
     def piece(f, *arguments, **options):
-        return jax.jit(f, **options).lower(*arguments).compile()
+        return jax.jit(f, compiler_options=COMPILER_OPTIONS, **options).lower(*arguments).compile()
 
     carry = Carry(pools=pools, grads=grads)
     pieces = {

@@ -42,7 +42,7 @@ def full_attention_value_and_grad(
     weight = loss_weight(labels, accumulator(key_shape(model).dtype))
 
     def loss(model):
-        one = lambda row: sequence_loss(model, *row, config)
+        one = lambda row: sequence_loss(model, config, *row)
         return jnp.sum(lax.map(one, (tokens, labels, segments, selection))) * weight
 
     value, grads = jax.value_and_grad(loss)(model)
@@ -54,11 +54,11 @@ def full_attention_value_and_grad(
 
 def sequence_loss(
     model: Any,
+    config: Config,
     tokens: Int[Array, " T"],
     labels: Int[Array, " T"],
     segments: Int[Array, " T"] | None,
     selection: Int[Array, "L pages *M K"] | None,
-    config: Config,
 ) -> Scalar:
     """The summed loss of one sequence."""
     outer, layers = split(model)

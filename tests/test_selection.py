@@ -127,7 +127,7 @@ def lists(table):
     return [[[int(p) for p in ids if p >= 0] for ids in row] for row in table]
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 def test_choice_is_that_of_the_definition(seed):
     x = random_problem(seed)
     with jax.enable_x64(True):
@@ -246,7 +246,7 @@ def forward(model, tokens, attention_settings, config, forced=None):
     outer, layers = split(model)
     T, rows = len(tokens), config.chunk // config.page
     pages = -(-T // config.chunk) * rows
-    causal = np.tri(T, dtype=bool)[None]
+    causal = jnp.tri(T, dtype=bool)[None]
 
     @jax.jit
     def layer(h, l, forced):
@@ -338,8 +338,8 @@ def test_full_attention_to_chosen_pages(per_head):
     T, M = 53, 2
     q, k, v = (jnp.asarray(rng.normal(size=(T, heads, 4)), jnp.float32) for heads in (2 * M, M, M))
     table = random_tables(rng, (1, 8, *[M] * per_head, 3), config)[0]
-    mask = selected(jnp.asarray(table, jnp.int32), T, config)
-    jacobian = jax.jacobian(lambda v: attention(q, k, v, mask & np.tri(T, dtype=bool)[None]))(v)
+    mask = selected(jnp.asarray(table, jnp.int32), T, config) & jnp.tri(T, dtype=bool)[None]
+    jacobian = jax.jacobian(lambda v: attention(q, k, v, mask))(v)
     felt = np.asarray(abs(jacobian).sum(axis=(2, 5)) > 0)  # [T, 2 M, T, M]
     for t, head, u in np.ndindex(T, 2 * M, T):
         chosen = table[t // 8] if not per_head else table[t // 8, head // 2]

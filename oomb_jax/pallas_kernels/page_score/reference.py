@@ -12,10 +12,10 @@ BLOCK_BYTES = 2**26
 
 def page_scores(q, representatives, start, end, votes, *, scaled):
     """See `api.page_scores`. Rows go in blocks, so that the logits of a chunk never exist at once."""
-    C, N, H = q.shape
+    C, _, H = q.shape
     P, M, _ = representatives.shape
     R, dtype = start.shape[0], accumulator(q.dtype)
-    grouped = jnp.sum(q.reshape(C, M, N // M, H), axis=2, dtype=dtype).astype(q.dtype)
+    grouped = group(q, M)
     representatives = representatives.astype(q.dtype)
     rows = divisor(R, BLOCK_BYTES // (C // R * M * P * dtype.itemsize))
 
@@ -31,6 +31,12 @@ def page_scores(q, representatives, start, end, votes, *, scaled):
     cut = lambda x, *shape: x.reshape(R // rows, rows, *shape)
     scores = lax.map(block, (cut(grouped, C // R, M, H), cut(start), cut(votes, C // R)))
     return scores.reshape(R, M, P)
+
+
+def group(q, M):
+    """[C, N, H] -> [C, M, H]: the sum of the queries that share a key/value head, rounded once."""
+    C, N, H = q.shape
+    return jnp.sum(q.reshape(C, M, N // M, H), axis=2, dtype=accumulator(q.dtype)).astype(q.dtype)
 
 
 def candidates(start, end, P):

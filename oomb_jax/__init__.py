@@ -9,3 +9,4 @@ from oomb_jax.config import Dense as Dense
 from oomb_jax.full_attention import full_attention_value_and_grad as full_attention_value_and_grad
 from oomb_jax.pools import Pools as Pools
 from oomb_jax.pools import create_pools as create_pools
+from oomb_jax.selection import TopK as TopK

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from oomb_jax.chunked import Carry, evaluate, fill, reverse
+from oomb_jax.chunked import Carry, evaluate, fill, fill_chunks, reverse
 from oomb_jax.compiler import COMPILER_OPTIONS
 from oomb_jax.config import Config
 from oomb_jax.parts import key_shape, zero_gradients
@@ -77,9 +77,9 @@ class Step:
             sequence = self._cut(batch, b)
             pools = self.pieces["begin"](pools)
             with _Window(report, b) as window:
-                for c in range(sequence.chunks - 1):
+                for c in range(fill := fill_chunks(sequence, self.config)):
                     pools, done = self.pieces["fill"](model, pools, sequence, _index(c))
-                    window.add("fill", c + 1, sequence.chunks - 1, done)
+                    window.add("fill", c + 1, fill, done)
                 carry, shares = Carry(pools=pools, grads=grads), []
                 for c in reversed(range(sequence.chunks)):
                     carry, loss = self.pieces["reverse"](model, carry, sequence, weight, _index(c))

@@ -22,6 +22,8 @@ CASES = {
     "pages of 64, top-k": "S=64, R=64, K=128",
     "segments, pages of 64": "segmented=True, S=64, K=512",
     "bfloat16 gradient pools": "gradient_dtype='bfloat16'",
+    "stochastic rounding": "gradient_dtype='bfloat16', stochastic=True",
+    "stochastic rounding, segments, top-k": "gradient_dtype='bfloat16', stochastic=True, segmented=True, R=32, K=64",
 }
 
 

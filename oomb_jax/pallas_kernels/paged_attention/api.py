@@ -98,7 +98,8 @@ def paged_attention_vjp(
         then rounded once to the pool's dtype. No other page is read or written.
       out, lse: results of `paged_attention` for the same arguments.
       d_out: gradient of out.
-      rounding_key: rounds stochastically where the gradient pools are bfloat16. None: to nearest.
+      rounding_key: rounds stochastically where the gradient pools are bfloat16, with a mean of the sum; each
+        implementation draws bits of its own. None: to nearest.
 
     Returns:
       dq in q's dtype; dk_new and dv_new, what the chunk's own queries give to its own keys and values, in float32
@@ -106,13 +107,13 @@ def paged_attention_vjp(
     """
     _check(q, k_new, k_pool, table, q_segments, pool_segments)
     reason = unsupported(q, k_new, v_new, k_pool, v_pool, table)
-    chosen = _choose(implementation, reason or unsupported_gradients(dk_pool, dv_pool, rounding_key), "backward")
+    chosen = _choose(implementation, reason or unsupported_gradients(dk_pool, dv_pool), "backward")
     arguments = q, k_new, v_new, k_pool, v_pool, dk_pool, dv_pool, layer, table, out, lse, d_out
     segments = {"q_segments": q_segments, "pool_segments": pool_segments}
     if chosen == "mosaic":
         from oomb_jax.pallas_kernels.paged_attention import mosaic_vjp
 
-        return mosaic_vjp.backward(*arguments, **segments)
+        return mosaic_vjp.backward(*arguments, **segments, rounding_key=rounding_key)
     return reference.backward(*arguments, **segments, rounding_key=rounding_key)
 
 

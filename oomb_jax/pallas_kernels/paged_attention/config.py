@@ -60,11 +60,9 @@ def unsupported(q, k_new, v_new, k_pool, v_pool, table) -> str | None:
     return None
 
 
-def unsupported_gradients(dk_pool, dv_pool, rounding_key) -> str | None:
+def unsupported_gradients(dk_pool, dv_pool) -> str | None:
     """Why the Mosaic kernels cannot add to these gradient pools; None if they can."""
     for name, x in ("dk_pool", dk_pool), ("dv_pool", dv_pool):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"{name} of {x.dtype}, where the kernels take float32 or bfloat16"
-    if rounding_key is not None:
-        return "stochastic rounding, where the kernels round to nearest"
     return None

@@ -99,7 +99,7 @@ SMALL = (
 """For a CPU, in seconds."""
 
 INTERPRETED = (
-    Case(C=128, M=2, G=3, H=64, S=64, earlier=2, spare=1, dtype="bfloat16"),
+    Case(C=77, M=2, G=3, H=64, S=64, earlier=2, spare=1, dtype="bfloat16"),
     Case(C=128, M=1, G=2, H=64, S=64, earlier=3, rows=2, segments=True, dtype="float16"),
     Case(C=256, M=1, G=1, H=128, S=128, earlier=2, rows=2, dtype="bfloat16", gradient_dtype="bfloat16"),
     Case(C=128, M=1, G=2, H=128, S=128, earlier=0, segments=True, dtype="bfloat16"),
@@ -129,6 +129,8 @@ def _gpu() -> tuple[Case, ...]:
         Case(C=1024, M=1, G=5, earlier=1, rows=8, spare=7, **common),  # pages that most rows share, much padding
         Case(C=1024, M=1, G=2, earlier=24, rows=8, spare=40, **common),  # every page by about one row
         Case(C=64, M=2, G=6, H=64, S=64, earlier=5, dtype="bfloat16"),  # rows of 64 queries, one warpgroup
+        Case(C=1, M=2, G=4, H=64, S=64, earlier=3, dtype="float16"),  # chunks that are no whole pages
+        Case(C=1001, M=2, G=7, earlier=9, segments=True, **common),
         Case(C=384, M=3, G=2, H=128, S=64, earlier=17, rows=3, segments=True, dtype="bfloat16"),
     )
 

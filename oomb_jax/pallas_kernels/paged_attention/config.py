@@ -53,10 +53,8 @@ def unsupported(q, k_new, v_new, k_pool, v_pool, table) -> str | None:
         return f"head width {H}, where the kernels take 64 or 128"
     if S not in (64, 128):
         return f"pages of {S} tokens, where the kernels take 64 or 128"
-    if C % S or (C // R) % ROWS:
-        return (
-            f"{C} queries in {R} rows and pages of {S}, where the kernels take whole pages, and rows of whole {ROWS}s"
-        )
+    if R > 1 and (C % S or (C // R) % ROWS):
+        return f"{C} queries in {R} rows and pages of {S}, where the kernels take whole pages and rows of whole {ROWS}s"
     return None
 
 

@@ -28,6 +28,7 @@ from oomb_jax.pallas_kernels.paged_attention.mosaic import (
     add_product,
     divide,
     drain,
+    fill_page,
     flat,
     key_arguments,
     key_scratch,
@@ -61,8 +62,11 @@ def backward(
     interpret=None,
 ):
     """See `api.paged_attention_vjp`; interpret as in `mosaic.forward`."""
+    S, queries = k_pool.shape[3], q.shape[0]
+    # Zeros of d_out keep what fills the last page out of every gradient.
+    q, k_new, v_new, out, d_out, q_segments = fill_page(S, q, k_new, v_new, out, d_out, q_segments)
     # In powers of two, as the kernels' exponentials are.
-    lse2 = lse * LOG2E
+    (lse2,) = fill_page(S, lse * LOG2E, axis=1)
     delta = jnp.einsum("cnh,cnh->nc", out, d_out, preferred_element_type=jnp.float32)
     keys = key_arguments(k_new, v_new, k_pool, v_pool, layer, table, q_segments, pool_segments)
     dq = _query_gradient(k_pool.shape, q, d_out, lse2, delta, *keys, interpret=interpret)
@@ -72,7 +76,7 @@ def backward(
         k_pool.shape, q, d_out, lse2, delta, *keys[:-1], dk_ref, dv_ref, words=words, interpret=interpret
     )
     dk_pool, dv_pool = (jax.freeze(ref).reshape(dk_pool.shape) for ref in (dk_ref, dv_ref))
-    return dq, dk_new, dv_new, dk_pool, dv_pool
+    return *(x[:queries] for x in (dq, dk_new, dv_new)), dk_pool, dv_pool
 
 
 def _query_gradient(pool_shape, q, d_out, lse2, delta, *keys, interpret):

@@ -40,7 +40,7 @@ def tiles(*, queries: int, H: int, S: int) -> Tiles:
     )
 
 
-def unsupported(q, k_new, v_new, k_pool, v_pool, table) -> str | None:
+def unsupported(q, k_new, v_new, k_pool, v_pool, table, window) -> str | None:
     """Why the Mosaic kernels cannot take these inputs; None if they can."""
     C, _, H = q.shape
     S, R = k_pool.shape[3], table.shape[0]
@@ -55,6 +55,8 @@ def unsupported(q, k_new, v_new, k_pool, v_pool, table) -> str | None:
         return f"pages of {S} tokens, where the kernels take 64 or 128"
     if R > 1 and (C % S or (C // R) % ROWS):
         return f"{C} queries in {R} rows and pages of {S}, where the kernels take whole pages and rows of whole {ROWS}s"
+    if window is not None:
+        return "a sliding window, which only the reference has"
     return None
 
 

@@ -182,7 +182,7 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
     return out[:queries], lse[:, :queries]
 
 
-def fill_page(S: int, *arrays, axis: int = 0):
+def fill_page(S: int, *arrays: Any, axis: int = 0) -> tuple[Any, ...]:
     """The arrays with zeros after the chunk's tokens, up to whole pages. No query of the chunk sees what follows it."""
 
     def fill(x):

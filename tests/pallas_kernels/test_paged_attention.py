@@ -42,14 +42,15 @@ def definition(q, k_new, v_new, k_pages, v_pages, sinks, table, masks):
     masks = jax.tree.map(np.asarray, masks)
     outs, lses = [], []
     for row, ids in enumerate(table):
-        ids, queries = ids[ids >= 0], np.arange(row * Q, (row + 1) * Q)
+        # Padding stands for page 0, masked, so that all rows have the same shapes and operations compile once.
+        ids, named, queries = np.maximum(ids, 0), ids >= 0, np.arange(row * Q, (row + 1) * Q)
         flat = lambda pages, ids=ids: pages[ids].swapaxes(1, 2).reshape(-1, *k_new.shape[1:])
         k, v = (
             jnp.repeat(jnp.concatenate([flat(pages), own]).astype(q.dtype), N // own.shape[1], axis=1)
             for pages, own in ((k_pages, k_new), (v_pages, v_new))
         )
         of_keys = lambda pages, own, ids=ids: np.concatenate([pages[ids].ravel(), own])
-        mask = np.concatenate([np.ones((Q, len(k) - C), bool), queries[:, None] >= np.arange(C)], axis=1)
+        mask = np.concatenate([np.tile(np.repeat(named, S), (Q, 1)), queries[:, None] >= np.arange(C)], axis=1)
         if "page_lengths" in masks:
             mask &= of_keys(np.arange(S) < masks["page_lengths"][:, None], np.ones(C, bool))
         if "q_segments" in masks:
@@ -76,7 +77,7 @@ def by_definition(x, dtype):
     table = np.asarray(table)
     named = np.unique(table[table >= 0])
     q, k_new, v_new, *pools = (t.astype(dtype) for t in tensors)
-    # Only named pages exist for the formula; the others hold NaN.
+    # Only named pages exist for the formula; the others hold NaN, here 0.
     pages = [jnp.zeros_like(pool[0]).at[named].set(pool[layer, named]) for pool in pools]
     formula = lambda q, k_new, v_new, k, v, sinks: definition(q, k_new, v_new, k, v, sinks, table, x.masks)
     (out, lse), vjp = jax.vjp(formula, q, k_new, v_new, *pages, x.sinks.get("sinks"))

@@ -37,9 +37,7 @@ def test_kernels_compile_without_spills_and_copies(case):
     assert done.returncode == 0, report
     kernels = [line for line in report.splitlines() if "bytes spill stores" in line and "bytes stack frame" in line]
     assert len(kernels) == 3, report  # forward, dq, dk and dv
-    # In one case the dk and dv kernel sets one scalar aside while its loops run; that is all.
-    most = 4 if case == "segments, pages of 64" else 0
     for line in kernels:
-        assert sum(map(int, re.findall(r"(\d+) bytes spill", line))) <= 2 * most, f"{case}: {line}"
+        assert not any(map(int, re.findall(r"(\d+) bytes spill", line))), f"{case}: {line}"
     assert "C751" not in report  # matrix products that wait for each other
     assert "copies: []" in report, report

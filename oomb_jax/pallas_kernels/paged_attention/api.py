@@ -74,7 +74,7 @@ def paged_attention(
       sinks: a logit for each query head that joins its softmax as a key without a value, and lse with it. Its gradient
         is `sinks_gradient`.
       implementation: `"mosaic"`, the kernels for Hopper GPUs, or `"reference"`; a name is taken at its word. None: the
-        reference, for now; it logs once where the kernels could run.
+        reference, for now; on a Hopper GPU it says once why.
 
     Returns:
       out in q's dtype, and lse in float32 (float64 for float64 queries).
@@ -119,7 +119,7 @@ def paged_attention_vjp(
 ) -> tuple[Chunk, ChunkKV, ChunkKV, Pool, Pool]:
     """Gradient of `paged_attention`: the arguments of the forward call, its results, and the gradient of `out`.
 
-    All but sinks, which out and lse tell of.
+    Sinks are not needed again: out and lse hold what they do to it.
 
     Args:
       dk_pool, dv_pool: gradient pools. The pages in the table have this chunk's share added: in float32 (float64),

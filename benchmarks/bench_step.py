@@ -52,6 +52,12 @@ class Settings:
     model: str = "qwen2.5-7b"
     """A named model, with random bfloat16 weights."""
 
+    attention: Literal["dense", "topk"] = "dense"
+    """What a query attends to, `chunked` only."""
+
+    pages: int = 64
+    """Pages that a query page chooses, with `topk`."""
+
     chunk: int = 4096
     """Tokens of a chunk."""
 
@@ -92,9 +98,9 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
 
     import oomb_jax
 
-    config = oomb_jax.Config(
-        **{key: getattr(settings, key) for key in ("chunk", "remat", "grad_dtype", "kv_grad_dtype", "implementation")}
-    )
+    plain = "chunk", "remat", "grad_dtype", "kv_grad_dtype", "implementation"
+    attention = oomb_jax.TopK(pages=settings.pages) if settings.attention == "topk" else oomb_jax.Dense()
+    config = oomb_jax.Config(attention=attention, **{key: getattr(settings, key) for key in plain})
     model = oomb_jax.models.create(settings.model, key=jax.random.key(0))
     ids = jax.random.randint(jax.random.key(1), (context + 1,), 0, model.config.vocab_size, jnp.int32)
     pools = oomb_jax.create_pools(model, context, config) if settings.method == "chunked" else None
@@ -151,7 +157,8 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
 
 def collect(settings: Settings) -> list[dict[str, Any]]:
     """Measures every context and adds the records to the file; all records of the file."""
-    kept = ("method", "model", "chunk", "remat", "grad_dtype", "kv_grad_dtype", "implementation", "steps")
+    numbers = "chunk", "remat", "grad_dtype", "kv_grad_dtype", "implementation", "steps"
+    kept = "method", "model", "attention", "pages", *numbers
     about = {key: getattr(settings, key) for key in kept}
     identity = lambda record: [record[key] for key in ("context", *kept)]
     records = json.loads(settings.json.read_text(encoding="utf-8")) if settings.json.exists() else []
@@ -170,8 +177,10 @@ def label(record: dict[str, Any]) -> str:
     """What tells a record from others of the same context."""
     short = {"float32": "f32", "bfloat16": "bf16"}
     dtypes = f"{short[record['grad_dtype']]}/{short[record['kv_grad_dtype']]} gradients"
-    how = f"chunk {record['chunk']}, {record['remat']}" if record["method"] == "chunked" else "checkpoint per layer"
-    return f"{record['method']}, {how}, {dtypes}"
+    if record["method"] == "parallel":
+        return f"parallel, checkpoint per layer, {dtypes}"
+    attention = f"top {record['pages']} pages" if record["attention"] == "topk" else "dense"
+    return f"chunked, {attention}, chunk {record['chunk']}, {record['remat']}, {dtypes}"
 
 
 def table(records: list[dict[str, Any]]) -> Table:

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from oomb_jax.pallas_kernels.paged_attention import reference
 from oomb_jax.pallas_kernels.paged_attention.config import unsupported, unsupported_gradients
+from oomb_jax.pallas_kernels.paged_attention.triton_config import unsupported_triton
 
 Implementation = Literal["reference", "mosaic", "triton"]
-"""Every name that this operation will answer to. `mosaic` needs a Hopper GPU; `triton` does not exist yet."""
+"""`mosaic` needs a Hopper GPU, `triton` an NVIDIA GPU of compute capability 8.0 or higher and jax-triton."""
 
 Chunk = Float[Array, "C N H"]
 ChunkKV = Float[Array, "C M H"]
@@ -51,8 +52,9 @@ def paged_attention(
         holds tokens before the chunk. Ids of a row are distinct; negative entries are padding and end the row.
       q_segments, pool_segments: document ids of the chunk's tokens and, by page id, of the pages' tokens; both or
         neither. A query attends only to keys of its own document.
-      implementation: `"mosaic"`, the kernels for Hopper GPUs, or `"reference"`; a name is taken at its word. None: the
-        reference, for now; it logs once where the kernels could run.
+      implementation: `"mosaic"`, the kernels for Hopper GPUs, `"triton"`, those for GPUs from Ampere on, or
+        `"reference"`; a name is taken at its word. None: the reference, for now; it logs once where the Mosaic kernels
+        could run.
 
     Returns:
       out in q's dtype, and lse in float32 (float64 for float64 queries).
@@ -69,6 +71,11 @@ def paged_attention(
         from oomb_jax.pallas_kernels.paged_attention import mosaic  # not every platform's jaxlib can import it
 
         return mosaic.forward(*arguments, **segments)
+    if chosen == "triton":
+        _refuse("triton", unsupported_triton(q, k_new, v_new, k_pool, v_pool))
+        from oomb_jax.pallas_kernels.paged_attention import triton  # an optional package
+
+        return triton.forward(*arguments, **segments)
     return reference.forward(*arguments, **segments)
 
 
@@ -113,6 +120,13 @@ def paged_attention_vjp(
         from oomb_jax.pallas_kernels.paged_attention import mosaic_vjp
 
         return mosaic_vjp.backward(*arguments, **segments)
+    if chosen == "triton":
+        _refuse(
+            "triton", unsupported_triton(q, k_new, v_new, k_pool, v_pool, dk_pool, dv_pool, rounding_key=rounding_key)
+        )
+        from oomb_jax.pallas_kernels.paged_attention import triton_vjp
+
+        return triton_vjp.backward(*arguments, **segments)
     return reference.backward(*arguments, **segments, rounding_key=rounding_key)
 
 
@@ -120,12 +134,8 @@ def _choose(implementation: Implementation | None, reason: str | None, direction
     """The implementation to use; reason: why the Mosaic kernels cannot take the input."""
     if implementation not in (None, *get_args(Implementation)):
         raise ValueError(f"implementation={implementation!r}: None, or one of {get_args(Implementation)}")
-    if implementation == "triton":
-        raise NotImplementedError("implementation='triton' does not exist yet; pass 'mosaic', 'reference' or None")
     if implementation == "mosaic":
-        reason = reason or (None if _is_hopper() else "no Hopper GPU (H100, H200)")
-        if reason:
-            raise NotImplementedError(f"implementation='mosaic': {reason}; pass 'reference' or None")
+        _refuse("mosaic", reason or (None if _is_hopper() else "no Hopper GPU (H100, H200)"))
     if implementation is not None:
         return implementation
     # The kernels were tested alone on a GPU, not yet in a whole training step: until then they are used when named.
@@ -133,6 +143,11 @@ def _choose(implementation: Implementation | None, reason: str | None, direction
         faster = "implementation='mosaic' is many times faster"
         _log_once(logging.WARNING, f"paged attention {direction}: reference; {faster}")
     return "reference"
+
+
+def _refuse(implementation: Implementation, reason: str | None) -> None:
+    if reason:
+        raise NotImplementedError(f"implementation={implementation!r}: {reason}; pass 'reference' or None")
 
 
 @functools.cache

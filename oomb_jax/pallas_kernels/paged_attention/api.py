@@ -121,9 +121,8 @@ def paged_attention_vjp(
 
         return mosaic_vjp.backward(*arguments, **segments)
     if chosen == "triton":
-        _refuse(
-            "triton", unsupported_triton(q, k_new, v_new, k_pool, v_pool, dk_pool, dv_pool, rounding_key=rounding_key)
-        )
+        pools = k_pool, v_pool, dk_pool, dv_pool
+        _refuse("triton", unsupported_triton(q, k_new, v_new, *pools, rounding_key=rounding_key))
         from oomb_jax.pallas_kernels.paged_attention import triton_vjp
 
         return triton_vjp.backward(*arguments, **segments)

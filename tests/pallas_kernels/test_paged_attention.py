@@ -202,8 +202,6 @@ def test_wrong_arguments_are_refused():
         paged_attention(*x.forward, q_segments=jnp.zeros(16, jnp.int32))
     with pytest.raises(NotImplementedError, match="'mosaic': queries of float32"):
         paged_attention(*x.forward, implementation="mosaic")
-    with pytest.raises(NotImplementedError, match="'triton' does not exist yet"):
-        paged_attention(*x.forward, implementation="triton")
 
 
 def test_a_faster_implementation_is_pointed_out_once(monkeypatch, caplog):

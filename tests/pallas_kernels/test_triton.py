@@ -77,14 +77,23 @@ def test_interpreted_results_are_as_good_as_plain_attention():
 
 
 SHARED_MEMORY = {"80": 163, "86": 99, "90": 227}  # KiB that one program may use
+COMPILED = (
+    ("80", ""),
+    ("80", "H=64, G=4"),
+    ("80", "H=256"),
+    ("86", "H=96"),
+    ("86", "H=256, gradient_dtype='bfloat16'"),
+    ("86", "S=16"),
+    ("86", "R=32, K=64, segmented=True"),
+    ("90", ""),
+    ("90", "H=256"),
+    ("90", "R=32, K=64, segmented=True"),
+)
 
 
 @needs_triton
 @needs_plugin
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
-@pytest.mark.parametrize(
-    "shape", ["", "H=64, G=4", "H=96", "H=256", "S=16", "R=32, K=64, gradient_dtype='bfloat16', segmented=True"]
-)
+@pytest.mark.parametrize(("capability", "shape"), COMPILED)
 def test_kernels_compile_without_spills(capability, shape, tmp_path):
     lines = offline("compile", capability, shape, JAX_TRITON_DUMP_DIR=str(tmp_path)).splitlines()
     # Only the gradient pools are updated in place.
@@ -92,8 +101,9 @@ def test_kernels_compile_without_spills(capability, shape, tmp_path):
     kernels = [line.split()[1:] for line in lines if line.startswith("kernel")]
     assert len(kernels) == 3
     for name, spilled, shared in kernels:
-        # On Hopper the fastest tiles of dk/dv spill a little.
-        assert int(spilled) <= (256 if (name, capability) == ("_key_gradients", "90") else 0), name
+        # A few bytes are a value set aside while a loop runs. On Hopper the fastest tiles of dk/dv spill a little.
+        most = 256 if (name, capability) == ("_key_gradients", "90") else 16
+        assert int(spilled) <= most, name
         assert int(shared) <= SHARED_MEMORY[capability] * 1024, name
 
 

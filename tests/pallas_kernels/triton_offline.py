@@ -16,7 +16,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import triton
 
 from oomb_jax.pallas_kernels.paged_attention import triton as forward_kernels
 from oomb_jax.pallas_kernels.paged_attention import triton_vjp
@@ -88,6 +87,8 @@ def compile_for(
     capability, *, C=4096, M=4, G=7, H=128, S=128, R=1, K=256, P=4096, L=2, segmented=False, gradient_dtype="float32"
 ):
     """Compiles forward and backward; prints per kernel its name, bytes spilled and bytes of shared memory."""
+    import nvidia  # from the packages of the CUDA compiler
+
     array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     q, own, pool = array(C, M * G, H), array(C, M, H), array(L, P, M, S, H)
     gradients = array(L, P, M, S, H, dtype=gradient_dtype)
@@ -103,7 +104,7 @@ def compile_for(
         traced = jax.jit(partial(function, compute_capability=capability)).trace(*arguments, **segments)
         lowered = traced.lower(lowering_platforms=("cuda",))
         print("aliases:", lowered.as_text().count("#stablehlo.output_operand_alias"))
-    assembler = Path(str(triton.__file__)).parent / "backends/nvidia/bin/ptxas"
+    assembler = Path(nvidia.__path__[0]) / "cu13/bin/ptxas"  # as XLA finds it
     architecture = f"sm_{capability}{'a' if capability >= 90 else ''}"
     for ptx in sorted(Path(os.environ["JAX_TRITON_DUMP_DIR"]).glob("*/*.ptx")):
         command = [assembler, "-v", f"-arch={architecture}", ptx, "-o", os.devnull]

@@ -36,8 +36,9 @@ def _tiles(queries: int, keys: int, num_warps: int, num_stages: int) -> Tiles:
     return Tiles(queries=queries, keys=keys, num_warps=num_warps, num_stages=num_stages)
 
 
-# By padded width of a head. On Hopper the fastest on an H200; elsewhere what compiles for compute capability 8.0 and
-# 8.6 (99 KiB of shared memory a program) without spilled registers.
+# By padded width of a head. On Hopper the fastest of a few on an H200 for width 128; the other widths are not tuned.
+# Elsewhere not timed: what compiles for compute capability 8.0 and 8.6 (99 KiB of shared memory a program) with at most
+# a few bytes of spilled registers.
 HOPPER = {
     64: KernelTiles(_tiles(128, 128, 8, 2), _tiles(64, 64, 4, 2), _tiles(64, 64, 4, 2)),
     128: KernelTiles(_tiles(128, 128, 8, 2), _tiles(64, 64, 4, 2), _tiles(64, 64, 4, 2)),

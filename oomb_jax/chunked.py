@@ -15,7 +15,7 @@ A layer is `attention_inputs(h, positions) -> q, k, v`, attention, `attention_ou
 attention and the pools and takes `jax.vjp` of the two other parts; no automatic differentiation runs through a pool.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,8 @@ from oomb_jax.loss import embed_gradient, head_gradient, head_losses
 from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
 from oomb_jax.parts import add, join, key_shape, layer_at, layer_count, split, zero_gradients
 from oomb_jax.pools import Pools, append, check_pools, clear_gradients, own_gradients
-from oomb_jax.sequence import Sequence, check_batch, cut, loss_weight, segments_ordered
+from oomb_jax.selection import TopK, select
+from oomb_jax.sequence import Sequence, check_batch, cut, loss_weight, segments_ordered, top_k
 from oomb_jax.shapes import (
     Hidden,
     Keys,
@@ -41,6 +42,13 @@ from oomb_jax.shapes import (
     accumulator,
     iota,
 )
+
+SCORES: dict[str, Literal["reference", "mosaic"]] = {
+    "reference": "reference",
+    "mosaic": "mosaic",
+    "triton": "reference",  # plain JAX, which runs on every GPU
+}
+"""How pages are scored where `config.implementation` names the attention."""
 
 STOCHASTIC_CHUNKS = 64
 """Above so many chunks a gradient pool narrower than float32 rounds stochastically: to nearest, its sums stall once a
@@ -84,8 +92,7 @@ def value_and_grad(
     def one(carry: Carry, row):
         tokens, labels, segments = row
         sequence = cut(tokens, labels, segments, config)
-        # No chunk attends to the last one, so it need not be filled.
-        pools = fill(model, clear_gradients(carry.pools), sequence, config, iota(sequence.chunks - 1))
+        pools = fill(model, clear_gradients(carry.pools), sequence, config, iota(fill_chunks(sequence, config)))
         carry = Carry(pools=pools, grads=carry.grads)
         carry, losses = reverse(model, carry, sequence, weight, config, iota(sequence.chunks)[::-1])
         return carry, jnp.sum(losses)
@@ -131,20 +138,30 @@ class Carry(NamedTuple):
     """Sums of the parameters' gradients, a pytree like the model."""
 
 
+def fill_chunks(sequence: Sequence, config: Config) -> int:
+    """How many chunks the fill pass takes. No chunk attends to the last one, so that it need not be filled; with Top-K
+    attention it must choose its pages."""
+    return sequence.chunks - (1 if top_k(sequence.chunks * sequence.chunk, config) is None else 0)
+
+
 def fill(model: Any, pools: Pools, sequence: Sequence, config: Config, chunks: Int[Array, " c"]) -> Pools:
-    """Writes the keys and values of the given chunks, in rising order, into the pools. Activations are dropped, and the
-    last layer stops at its keys and values."""
+    """Writes the keys and values of the given chunks, in rising order, into the pools, and with Top-K attention the
+    pages that they choose. Activations are dropped, and the last layer stops at its keys and values."""
     outer, layers = split(model)
     L = layer_count(layers)
 
     def one(pools, c):
         chunk = _Chunk.of(sequence, c, config)
-        h, (k, v) = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), L - 1)
-        _, last_k, last_v = layer_at(layers, L - 1).attention_inputs(h, chunk.positions)
-        k, v = (jnp.concatenate([x, last[None]]) for x, last in ((k, last_k), (v, last_v)))
-        return append(pools, chunk.first_page, k, v), None
+        h, made = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), L - 1)
+        q, k, v = layer_at(layers, L - 1).attention_inputs(h, chunk.positions)
+        k, v, tables = _put(made, (k, v, chunk.choose(pools, L - 1, q)), L - 1)
+        pools = append(pools, chunk.first_page, k, v)
+        if chunk.top_k is not None:
+            pools = pools._replace(selection=_put(pools.selection, tables, c))
+        return pools, None
 
-    return lax.scan(one, pools, chunks)[0]
+    with jax.named_scope("fill"):
+        return lax.scan(one, pools, chunks)[0]
 
 
 def evaluate(
@@ -155,7 +172,7 @@ def evaluate(
 
     def one(pools, c):
         chunk = _Chunk.of(sequence, c, config)
-        h, (k, v) = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), layer_count(layers))
+        h, (k, v, _) = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), layer_count(layers))
         return append(pools, chunk.first_page, k, v), head_losses(outer, h, sequence.labels[c])
 
     return lax.scan(one, pools, chunks)
@@ -183,10 +200,13 @@ def reverse(
     def one(carry: Carry, c):
         chunk = _Chunk.of(sequence, c, config)
         outer_grads, layer_grads = split(carry.grads)
-        h, saved = _layers_recompute(layers, chunk, carry.pools, outer.embed(sequence.tokens[c]))
-        loss, dh, outer_grads = head_gradient(outer, outer_grads, h, sequence.labels[c], weight)
-        dh, pools, layer_grads = _layers_backward(layers, chunk, carry.pools, dh, saved, layer_grads)
-        outer_grads = embed_gradient(outer, outer_grads, sequence.tokens[c], dh)
+        with jax.named_scope("recompute"):
+            h, saved = _layers_recompute(layers, chunk, carry.pools, outer.embed(sequence.tokens[c]))
+        with jax.named_scope("head"):
+            loss, dh, outer_grads = head_gradient(outer, outer_grads, h, sequence.labels[c], weight)
+        with jax.named_scope("backward"):
+            dh, pools, layer_grads = _layers_backward(layers, chunk, carry.pools, dh, saved, layer_grads)
+            outer_grads = embed_gradient(outer, outer_grads, sequence.tokens[c], dh)
         return Carry(pools=pools, grads=join(outer_grads, layer_grads)), loss
 
     return lax.scan(one, carry, chunks)
@@ -196,48 +216,83 @@ class _Chunk(NamedTuple):
     """Where a chunk stands, and what it attends to."""
 
     config: Config
+    top_k: TopK | None
+    """None where all earlier pages are attended to."""
+    number: Int[Array, ""]
     first_page: Int[Array, ""]
     pages: int
+    """Of the sequence."""
+    length: int
+    """C, tokens."""
+    tokens: Int[Array, ""]
+    """Those that are no padding."""
     positions: Positions
-    table: Int[Array, "1 K"]
-    """One row for all queries: the pages before the chunk."""
     rounding: jax.Array | None
     segments: dict[str, Any]
 
     @classmethod
     def of(cls, sequence: Sequence, c, config: Config) -> "_Chunk":
-        pages = sequence.chunk // config.page
-        first_page = c * pages
-        ids = iota(sequence.chunks * pages)
+        C, T = sequence.chunk, sequence.chunks * sequence.chunk
         segments = {}
         if sequence.segments is not None:
             by_page = sequence.segments.reshape(-1, config.page)
             segments = {"q_segments": sequence.segments[c], "pool_segments": by_page}
         return cls(
             config=config,
-            first_page=first_page,
-            pages=pages,
+            top_k=top_k(T, config),
+            number=c,
+            first_page=c * (C // config.page),
+            pages=T // config.page,
+            length=C,
+            tokens=jnp.clip(sequence.length - c * C, 0, C),
             positions=sequence.positions(c),
-            table=jnp.where(ids < first_page, ids, -1)[None],
             rounding=jax.random.fold_in(jax.random.key(0), c) if sequence.chunks > STOCHASTIC_CHUNKS else None,
             segments=segments,
         )
 
-    def attention(self, pools: Pools, l, q: Queries, k: Keys, v: Values):
-        implementation = self.config.implementation
-        return paged_attention(q, k, v, pools.k, pools.v, l, self.table, implementation=implementation, **self.segments)
+    def choose(self, pools: Pools, l, q: Queries) -> Int[Array, "R *M K"]:
+        """The pages that the queries of layer l attend to: a row for each query page, or one for all."""
+        if self.top_k is None:
+            return self._all_pages()
+        assert pools.representatives is not None  # check_pools
+        return select(
+            self.top_k,
+            q,
+            pools.representatives[l, : self.pages],
+            self.first_page,
+            page=self.config.page,
+            tokens=self.tokens,
+            implementation=None if self.config.implementation is None else SCORES[self.config.implementation],
+            **self.segments,
+        )
 
-    def attention_vjp(self, pools: Pools, l, q: Queries, k: Keys, v: Values, o: Queries, lse, do: Queries):
+    def chosen(self, pools: Pools, l) -> Int[Array, "R *M K"]:
+        """What `choose` returned in the fill pass."""
+        if self.top_k is None:
+            return self._all_pages()
+        assert pools.selection is not None  # check_pools
+        return pools.selection[self.number, l]
+
+    def _all_pages(self) -> Int[Array, "1 K"]:
+        ids = iota(self.pages)
+        return jnp.where(ids < self.first_page, ids, -1)[None]
+
+    def attention(self, pools: Pools, l, table, q: Queries, k: Keys, v: Values):
+        """out and lse."""
+        implementation = self.config.implementation
+        return paged_attention(q, k, v, pools.k, pools.v, l, table, implementation=implementation, **self.segments)
+
+    def attention_vjp(self, pools: Pools, l, table, q: Queries, k: Keys, v: Values, o: Queries, lse, do: Queries):
         """(dq, dk, dv) of the chunk, complete with what later chunks left in the pools, and the pools."""
         dq, dk, dv, dk_pool, dv_pool = paged_attention_vjp(
-            *(q, k, v, pools.k, pools.v, pools.dk, pools.dv, l, self.table, o, lse, do),
+            *(q, k, v, pools.k, pools.v, pools.dk, pools.dv, l, table, o, lse, do),
             rounding_key=None if self.rounding is None else jax.random.fold_in(self.rounding, l),
             implementation=self.config.implementation,
             **self.segments,
         )
         pools = pools._replace(dk=dk_pool, dv=dv_pool)
         # Read from the updated pools: a read of the old ones after the update would make XLA keep a copy of them.
-        later_dk, later_dv = own_gradients(pools, l, self.first_page, self.pages)
+        later_dk, later_dv = own_gradients(pools, l, self.first_page, self.length // self.config.page)
         total = lambda own, later: (own + later.astype(own.dtype)).astype(k.dtype)
         return (dq, total(dk, later_dk), total(dv, later_dv)), pools
 
@@ -258,31 +313,41 @@ class _Saved(NamedTuple):
 
 
 def _layers_forward(layers: Any, chunk: _Chunk, pools: Pools, h: Hidden, L: int):
-    """The first L layers: their result, and their keys and values [L, C, M, H]."""
+    """The first L layers: their result, and all layers' keys, values [layers, C, M, H] and chosen pages, those of
+    further layers 0."""
 
-    def body(h, l):
-        layer = layer_at(layers, l)
-        q, k, v = layer.attention_inputs(h, chunk.positions)
-        o, _ = chunk.attention(pools, l, q, k, v)
-        return layer.attention_output(h, o), (k, v)
+    def inputs(h, l):
+        q, k, v = layer_at(layers, l).attention_inputs(h, chunk.positions)
+        return q, (k, v, chunk.choose(pools, l, q))
 
-    return lax.scan(body, h, iota(L))
+    def body(l, carry):
+        h, made = carry
+        q, (k, v, table) = inputs(h, l)
+        o, _ = chunk.attention(pools, l, table, q, k, v)
+        return layer_at(layers, l).attention_output(h, o), _put(made, (k, v, table), l)
+
+    shapes = jax.eval_shape(lambda h: inputs(h, 0)[1], h)
+    empty = jax.tree.map(lambda x: jnp.zeros((layer_count(layers), *x.shape), x.dtype), shapes)
+    # A loop over an index: a scan over the first L layers would copy their weights.
+    return lax.fori_loop(0, L, body, (h, empty))
 
 
 def _layers_recompute(layers: Any, chunk: _Chunk, pools: Pools, h: Hidden) -> tuple[Hidden, _Saved]:
     """All layers again, keeping for the backward pass what `config.remat` says."""
     remat = _remat(chunk.config)
 
-    def body(h, l):
-        layer = layer_at(layers, l)
+    def body(h, x):
+        l, layer = x
         inputs = remat(lambda layer, h: layer.attention_inputs(h, chunk.positions))
         (q, k, v), inputs_vjp = jax.vjp(inputs, layer, h, saveable_args=False)
-        o, lse = chunk.attention(pools, l, q, k, v)
+        o, lse = chunk.attention(pools, l, chunk.chosen(pools, l), q, k, v)
         output = remat(lambda layer, h, o: layer.attention_output(h, o))
         result, output_vjp = jax.vjp(output, layer, h, o, saveable_args=False)
-        return result, _Saved(h, inputs_vjp, q, k, v, o, lse, output_vjp)
+        # Without the barrier XLA fuses a kernel with the write of its result into the stack, and where that result has
+        # another use runs the kernel a second time for it.
+        return result, lax.optimization_barrier(_Saved(h, inputs_vjp, q, k, v, o, lse, output_vjp))
 
-    return lax.scan(body, h, iota(layer_count(layers)))
+    return lax.scan(body, h, (iota(layer_count(layers)), layers))
 
 
 def _layers_backward(layers: Any, chunk: _Chunk, pools: Pools, dh: Hidden, saved: _Saved, grads: Any):
@@ -290,17 +355,20 @@ def _layers_backward(layers: Any, chunk: _Chunk, pools: Pools, dh: Hidden, saved
 
     def body(carry, x):
         dh, pools, grads = carry
-        l, s = x
-        layer = layer_at(layers, l)
+        l, layer, s = x
         d_output, dh, do = s.output_vjp.replace(args_res=[layer, s.h, s.o])(dh)
-        d_qkv, pools = chunk.attention_vjp(pools, l, s.q, s.k, s.v, s.o, s.lse, do)
+        d_qkv, pools = chunk.attention_vjp(pools, l, chunk.chosen(pools, l), s.q, s.k, s.v, s.o, s.lse, do)
         d_inputs, more_dh = s.inputs_vjp.replace(args_res=[layer, s.h])(d_qkv)
         total = add(add(layer_at(grads, l), d_output), d_inputs)
-        grads = jax.tree.map(lambda g, t: lax.dynamic_update_index_in_dim(g, t, l, 0), grads, total)
-        return (dh + more_dh, pools, grads), None
+        return (dh + more_dh, pools, _put(grads, total, l)), None
 
-    xs = (iota(layer_count(layers)), saved)
+    xs = (iota(layer_count(layers)), layers, saved)
     return lax.scan(body, (dh, pools, grads), xs, reverse=True)[0]
+
+
+def _put(stack: Any, layer: Any, l: Int[Array, ""] | int) -> Any:
+    """The stack with one layer replaced."""
+    return jax.tree.map(lambda all_layers, x: lax.dynamic_update_index_in_dim(all_layers, x, l, 0), stack, layer)
 
 
 def _remat(config: Config):

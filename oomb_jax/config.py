@@ -8,6 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from oomb_jax.pallas_kernels.paged_attention.api import Implementation
+from oomb_jax.selection import TopK
 
 Remat = Literal["none", "dots", "full"]
 
@@ -15,6 +16,9 @@ Remat = Literal["none", "dots", "full"]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense:
     """Every query attends to every earlier token of its segment: the gradient equals that of full attention."""
+
+
+Attention = Dense | TopK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +32,8 @@ class Config:
     page: int = 128
     """Tokens in a page of the key/value pools."""
 
-    attention: Dense = dataclasses.field(default_factory=Dense)
-    """Which earlier tokens a query attends to."""
+    attention: Attention = dataclasses.field(default_factory=Dense)
+    """Which earlier tokens a query attends to: `Dense()`, or `TopK()` with its settings."""
 
     remat: Remat = "dots"
     """What the recomputed chunk keeps for its backward pass: `"none"` recomputes nothing and keeps every intermediate,
@@ -57,8 +61,8 @@ class Config:
             raise ValueError(
                 f"chunk={self.chunk}: a chunk is a multiple of page={self.page}; the nearest that fits is {below}"
             )
-        if not isinstance(self.attention, Dense):
-            raise ValueError(f"attention={self.attention!r}: Dense() is the only one so far")
+        if not isinstance(self.attention, Attention):
+            raise ValueError(f"attention={self.attention!r}: Dense() or TopK()")
         if self.remat not in ("none", "dots", "full"):
             raise ValueError(f"remat={self.remat!r}: one of 'none', 'dots', 'full'")
         if self.implementation not in (None, *get_args(Implementation)):

@@ -1,4 +1,4 @@
-"""The two ends of a chunk: logits, loss and their gradients in row blocks, and the gradient of the embedding."""
+"""The two ends of a chunk: the loss and its gradient through the head, and the gradient of the embedding."""
 
 from typing import Any
 
@@ -7,42 +7,33 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from oomb_jax.pallas_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_vjp
 from oomb_jax.parts import add
-from oomb_jax.shapes import IGNORE, Hidden, Scalar, accumulator, divisor
-
-BLOCK_LOGITS = 2**26
-"""Logits that exist at a time: 256 MiB of float32."""
+from oomb_jax.shapes import Hidden, Scalar, accumulator, divisor
 
 EMBED_ROWS = 4096
 """Tokens whose embedding gradients are summed together, by a matrix of so many rows and columns."""
 
 
-def cross_entropy(outer: Any, h: Float[Array, "R D"], labels: Int[Array, " R"]) -> Float[Array, " R"]:
-    """logsumexp(logits) - logits[label] of each row, in float32 (float64), 0 where there is no label."""
-    logits = outer.head(h).astype(accumulator(h.dtype))
-    valid = labels != IGNORE
-    picked = jnp.take_along_axis(logits, jnp.where(valid, labels, 0)[:, None], axis=1)[:, 0]
-    return jnp.where(valid, jax.nn.logsumexp(logits, axis=1) - picked, 0)
-
-
 def head_losses(outer: Any, h: Hidden, labels: Int[Array, " C"]) -> Float[Array, " C"]:
-    """`cross_entropy` of a chunk without [C, V] logits."""
-    return lax.map(lambda block: cross_entropy(outer, *block), _row_blocks(outer, h, labels)).reshape(-1)
+    """The loss of each token: logsumexp(logits) - logits[label], 0 where there is no label."""
+    x, weight = outer.head(h)
+    return linear_cross_entropy(x, weight, labels)
 
 
 def head_gradient(
     outer: Any, grads: Any, h: Hidden, labels: Int[Array, " C"], weight: Scalar
 ) -> tuple[Scalar, Hidden, Any]:
     """The weighted loss of a chunk, its gradient with respect to h, and `grads` with that of the outer part added."""
-
-    def block(grads, rows):
-        h, labels = rows
-        loss, vjp = jax.vjp(lambda outer, h: jnp.sum(cross_entropy(outer, h, labels)) * weight, outer, h)
-        more, dh = vjp(jnp.ones_like(loss))
-        return add(grads, more), (loss, dh)
-
-    grads, (losses, dh) = lax.scan(block, grads, _row_blocks(outer, h, labels))
-    return jnp.sum(losses), dh.reshape(h.shape), grads
+    x, inputs_vjp = jax.vjp(lambda outer, h: outer.head(h)[0], outer, h)
+    # As in `embed_gradient`, so that the gradient of the matrix stays float32.
+    _, matrix_vjp = jax.vjp(lambda outer: outer.head(h.astype(weight.dtype))[1], _widened(outer, weight.dtype))
+    losses, dx, grads = linear_cross_entropy_vjp(
+        *(x, outer.head(h)[1], labels, jnp.full(labels.shape, weight), grads),
+        add=lambda grads, more: add(grads, matrix_vjp(more)[0]),
+    )
+    more, dh = inputs_vjp(dx)
+    return jnp.sum(losses) * weight, dh, add(grads, more)
 
 
 def embed_gradient(outer: Any, grads: Any, tokens: Int[Array, " C"], dh: Hidden) -> Any:
@@ -52,8 +43,7 @@ def embed_gradient(outer: Any, grads: Any, tokens: Int[Array, " C"], dh: Hidden)
     run to run. Here a 0/1 matrix sums the rows of each distinct token first, then every token is scattered once.
     """
     dtype = accumulator(dh.dtype)
-    # Cast only in name: of a lookup's vector-Jacobian product no value of the table is used.
-    wide = jax.tree.map(lambda x: x.astype(dtype), outer)
+    wide = _widened(outer, dtype)
     rows = divisor(tokens.shape[0], EMBED_ROWS)
 
     def block(grads, part):
@@ -67,7 +57,6 @@ def embed_gradient(outer: Any, grads: Any, tokens: Int[Array, " C"], dh: Hidden)
     return lax.scan(block, grads, (tokens.reshape(-1, rows), dh.reshape(-1, rows, dh.shape[1])))[0]
 
 
-def _row_blocks(outer: Any, h: Hidden, labels: Int[Array, " C"]):
-    V = jax.eval_shape(lambda outer, h: outer.head(h), outer, h).shape[1]
-    rows = divisor(h.shape[0], max(1, BLOCK_LOGITS // V))
-    return h.reshape(-1, rows, h.shape[1]), labels.reshape(-1, rows)
+def _widened(outer: Any, dtype) -> Any:
+    """`outer` in `dtype`. Cast only in name where a vector-Jacobian product uses no value, as of a lookup."""
+    return jax.tree.map(lambda x: x.astype(dtype), outer)

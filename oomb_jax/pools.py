@@ -3,13 +3,15 @@
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from oomb_jax.config import Config
 from oomb_jax.parts import key_shape, layer_count
-from oomb_jax.sequence import chunk_count, chunk_length
+from oomb_jax.selection import representatives
+from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.shapes import Pool, accumulator
 
 
@@ -21,6 +23,10 @@ class Pools(NamedTuple):
     v: Pool
     dk: Pool
     dv: Pool
+    representatives: Float[Array, "L P M H"] | None = None
+    """What Top-K attention scores pages by."""
+    selection: Int[Array, "n L R *M K"] | None = None
+    """The pages that each chunk, layer and query page chose."""
 
     @property
     def pages(self) -> int:
@@ -40,10 +46,12 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
       model: a model as `oomb_jax.models` makes it, or its `jax.eval_shape`: only shapes are read.
       ctx: tokens of the longest sequence, rounded up to whole chunks.
       config: `page`, `chunk`, `kv_dtype` and `kv_grad_dtype` matter.
-      gradients: False makes gradient pools of no pages, for `token_losses`, which has no reverse pass.
+      gradients: False leaves out what only a reverse pass needs: the gradient pools have no pages, and no selection is
+        kept. For `token_losses`.
 
     Returns:
-      Pools of 2·L·P·M·S·H elements of `kv_dtype`, and as many of `kv_grad_dtype`.
+      Pools of 2·L·P·M·S·H elements of `kv_dtype`, and as many of `kv_grad_dtype`. For Top-K attention, L·P·M·H elements
+      of the model's dtype and P/S·L·K int32 more.
 
     Raises:
       ValueError: ctx is below 1.
@@ -56,13 +64,27 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
     pool = lambda pages, dtype: jnp.zeros((layer_count(model.layers), pages, M, config.page, H), dtype)
     kv = functools.partial(pool, P, config.kv_dtype or keys.dtype)
     gradient = functools.partial(pool, P if gradients else 0, config.kv_grad_dtype or accumulator(keys.dtype))
-    return Pools(k=kv(), v=kv(), dk=gradient(), dv=gradient())
+    pools = Pools(k=kv(), v=kv(), dk=gradient(), dv=gradient())
+    attention = top_k(ctx, config)
+    if attention is None:
+        return pools
+    L, rows = layer_count(model.layers), config.chunk // config.page
+    heads = (M,) if attention.scope == "kv_head" else ()
+    selection = jnp.zeros((P // rows, L, rows, *heads, attention.pages), jnp.int32) if gradients else None
+    return pools._replace(representatives=jnp.zeros((L, P, M, H), keys.dtype), selection=selection)
 
 
 def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False) -> None:
     """Raises ValueError where the pools were not made for sequences of T tokens with these settings."""
     if pools.page != config.page:
         raise ValueError(f"the pools have pages of {pools.page} tokens, config.page={config.page}: make them with it")
+    attention = top_k(T, config)
+    if attention is not None:
+        selection = pools.selection if gradients else pools.representatives
+        if selection is None or (gradients and selection.shape[-1] != attention.pages):
+            raise ValueError(
+                f"the pools were not made for {attention}; make them with create_pools(model, {T}, config)"
+            )
     needed = chunk_count(T, config) * chunk_length(T, config) // config.page
     pages = min(pools.pages, pools.dk.shape[1]) if gradients else pools.pages
     if needed > pages:
@@ -74,14 +96,18 @@ def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False
 
 
 def append(pools: Pools, first: Int[Array, ""], k: Float[Array, "L C M H"], v: Float[Array, "L C M H"]) -> Pools:
-    """Writes the keys and values of whole pages, of every layer, from page `first` on."""
+    """Writes the keys and values of whole pages, of every layer, from page `first` on, and what represents them."""
 
     def put(pool, own):
         L, C, M, H = own.shape
         pages = own.reshape(L, C // pools.page, pools.page, M, H).swapaxes(2, 3)
         return lax.dynamic_update_slice_in_dim(pool, pages.astype(pool.dtype), first, axis=1)
 
-    return pools._replace(k=put(pools.k, k), v=put(pools.v, v))
+    pools = pools._replace(k=put(pools.k, k), v=put(pools.v, v))
+    if pools.representatives is None:
+        return pools
+    means = jax.vmap(lambda k: representatives(k, pools.page))(k).astype(pools.representatives.dtype)
+    return pools._replace(representatives=lax.dynamic_update_slice_in_dim(pools.representatives, means, first, axis=1))
 
 
 def own_gradients(

@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, DTypeLike, Int
 
 from oomb_jax.config import Config
+from oomb_jax.selection import TopK
 from oomb_jax.shapes import IGNORE, Positions, Scalar, iota
 
 
@@ -21,6 +22,8 @@ class Sequence(NamedTuple):
     segments: Int[Array, "n C"] | None
     segment_positions: Int[Array, "n C"] | None
     """Positions that restart with each segment. Without segments none are stored: they follow from the index."""
+    length: Int[Array, ""]
+    """T, the tokens that are no padding."""
 
     @property
     def chunks(self) -> int:
@@ -49,6 +52,14 @@ def chunk_count(T: int, config: Config) -> int:
     return -(-T // chunk_length(T, config))
 
 
+def top_k(T: int, config: Config) -> TopK | None:
+    """The Top-K attention of a sequence of T tokens. None: every query page gets all earlier pages, because attention
+    is `Dense` or there are no more pages than K."""
+    before_last = (chunk_count(T, config) - 1) * chunk_length(T, config) // config.page
+    attention = config.attention
+    return attention if isinstance(attention, TopK) and attention.pages < before_last else None
+
+
 def cut(
     tokens: Int[Array, " T"], labels: Int[Array, " T"], segments: Int[Array, " T"] | None, config: Config
 ) -> Sequence:
@@ -62,6 +73,7 @@ def cut(
         labels=ends(labels, constant_values=IGNORE),
         segments=None if segments is None else ends(segments, mode="edge"),
         segment_positions=None if segments is None else ends(segment_positions(segments)),
+        length=jnp.int32(T),
     )
 
 

@@ -45,6 +45,12 @@ def random_batch(rng: np.random.Generator, shape: tuple[int, ...], *, segments: 
     return Batch(put(tokens), put(labels), None if ids is None else put(ids))
 
 
+def poison(pools):
+    """Pools that hold NaN, or ids that do not exist, everywhere: whatever a step reads it must have written."""
+    fill = lambda x: jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 2**30)
+    return jax.tree.map(fill, pools)
+
+
 def gradient_error(actual, expected) -> tuple[float, str]:
     """The worst leaf's |actual - expected| over the larger of |expected| and 1e-3 of the whole gradient's norm."""
     worst, name = 0.0, ""

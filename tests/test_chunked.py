@@ -12,7 +12,7 @@ import oomb_jax
 from oomb_jax.chunked import STOCHASTIC_CHUNKS
 from oomb_jax.config import Remat
 from oomb_jax.sequence import check_batch, segment_positions
-from tests.gradients import gradient_error, random_batch, random_model
+from tests.gradients import gradient_error, poison, random_batch, random_model
 from tests.tolerance import F32_GRADIENT, F64_GRADIENT
 
 REMATS: tuple[Remat, ...] = ("none", "dots", "full")
@@ -27,11 +27,6 @@ def untyped():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
-
-
-def poison(pools):
-    """Pools that hold NaN everywhere: whatever a step reads it must have written."""
-    return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pools)
 
 
 def random_config(rng, **settings):

@@ -1,7 +1,8 @@
 """Qwen2 and Qwen2.5: three pure parts around attention, which belongs to the engine.
 
 `model.embed(tokens)` gives hidden states, `model.layers` is one `Qwen2Layer` whose arrays have a leading layer axis,
-`model.head(h)` gives logits. A layer has `attention_inputs(h, positions) -> q, k, v` and `attention_output(h, o) -> h`.
+`model.head(h)` gives the two factors of the logits. A layer has `attention_inputs(h, positions) -> q, k, v` and
+`attention_output(h, o) -> h`.
 Modules are Flax NNX pytrees and are never mutated. Attribute names are those of `transformers`; a linear weight is
 stored `[in, out]`, the transpose of the file's.
 """
@@ -178,11 +179,10 @@ class Qwen2(nnx.Module):
         """Hidden states before the first layer, in the parameter dtype."""
         return self.embed_tokens(tokens)
 
-    def head(self, h: Hidden) -> Float[Array, "C V"]:
-        """Logits of hidden states after the last layer, accumulated and returned in float32 (float64 for float64)."""
-        x = self.norm(h)
+    def head(self, h: Hidden) -> tuple[Hidden, Float[Array, "D V"]]:
+        """`x, weight`: the logits of hidden states after the last layer are `x @ weight`."""
         weight = self.embed_tokens.weight[...].T if self.lm_head is None else self.lm_head.weight[...]
-        return jnp.dot(x, weight, preferred_element_type=accumulator(x.dtype))
+        return self.norm(h), weight
 
 
 def _normal(key: Key[Array, ""], shape: tuple[int, int], stddev: float, dtype: DTypeLike) -> Array:

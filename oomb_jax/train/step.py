@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from oomb_jax.chunked import Carry, evaluate, fill, reverse
+from oomb_jax.chunked import Carry, evaluate, fill, fill_chunks, reverse
+from oomb_jax.compiler import COMPILER_OPTIONS
 from oomb_jax.config import Config
 from oomb_jax.parts import key_shape, zero_gradients
 from oomb_jax.pools import Pools, clear_gradients, create_pools
@@ -76,9 +77,9 @@ class Step:
             sequence = self._cut(batch, b)
             pools = self.pieces["begin"](pools)
             with _Window(report, b) as window:
-                for c in range(sequence.chunks - 1):
+                for c in range(fill := fill_chunks(sequence, self.config)):
                     pools, done = self.pieces["fill"](model, pools, sequence, _index(c))
-                    window.add("fill", c + 1, sequence.chunks - 1, done)
+                    window.add("fill", c + 1, fill, done)
                 carry, shares = Carry(pools=pools, grads=grads), []
                 for c in reversed(range(sequence.chunks)):
                     carry, loss = self.pieces["reverse"](model, carry, sequence, weight, _index(c))
@@ -105,7 +106,7 @@ class Evaluation:
 
     @functools.cached_property
     def _chunk(self):
-        @functools.partial(jax.jit, donate_argnums=1)
+        @functools.partial(jax.jit, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
         def piece(model, pools, sequence, c):
             return evaluate(model, pools, sequence, self.config, c)
 
@@ -154,7 +155,7 @@ def compile_step(
         return reverse(model, carry, sequence, weight, config, c)
 
     def piece(f, *arguments, **options):
-        return jax.jit(f, **options).lower(*arguments).compile()
+        return jax.jit(f, compiler_options=COMPILER_OPTIONS, **options).lower(*arguments).compile()
 
     carry = Carry(pools=pools, grads=grads)
     pieces = {

@@ -33,7 +33,21 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def main(*, C=4096, M=4, G=7, H=128, S=128, R=1, K=256, P=4096, L=2, segmented=False, gradient_dtype="float32"):
+def main(
+    *,
+    C=4096,
+    M=4,
+    G=7,
+    H=128,
+    S=128,
+    R=1,
+    K=256,
+    P=4096,
+    L=2,
+    segmented=False,
+    gradient_dtype="float32",
+    stochastic=False,
+):
     """Compiles one case, the gradient pools donated."""
     topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
     mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
@@ -46,11 +60,12 @@ def main(*, C=4096, M=4, G=7, H=128, S=128, R=1, K=256, P=4096, L=2, segmented=F
     if segmented:
         segments = {"q_segments": array(C, dtype="int32"), "pool_segments": array(P, S, dtype="int32")}
     lse = array(M * G, C, dtype="float32")
+    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=sharding)
 
-    def compiled(function, *arguments, donate=()):
+    def compiled(function, *arguments, donate=(), **more):
         function = jax.jit(functools.partial(function, implementation="mosaic"), donate_argnums=donate)
         with jax.sharding.use_abstract_mesh(mesh):
-            lowered = function.trace(*arguments, **segments).lower(lowering_platforms=("cuda",))
+            lowered = function.trace(*arguments, **segments, **more).lower(lowering_platforms=("cuda",))
         options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
         devices = _jax.DeviceList(tuple(topology.devices))
         client = topology.devices[0].client
@@ -63,6 +78,7 @@ def main(*, C=4096, M=4, G=7, H=128, S=128, R=1, K=256, P=4096, L=2, segmented=F
             paged_attention_vjp,
             *(q, own, own, pool, pool, gradients, gradients, *indices, q, lse, q),
             donate=(5, 6),
+            **({"rounding_key": key} if stochastic else {}),
         ),
     )
     # A pool has L * P * M * S * H elements, a layer of it P * M * S * H; nothing else is as large.

@@ -22,6 +22,8 @@ CASES = {
     "pages of 64, top-k": "S=64, R=64, K=128",
     "segments, pages of 64": "segmented=True, S=64, K=512",
     "bfloat16 gradient pools": "gradient_dtype='bfloat16'",
+    "stochastic rounding": "gradient_dtype='bfloat16', stochastic=True",
+    "stochastic rounding, segments, top-k": "gradient_dtype='bfloat16', stochastic=True, segmented=True, R=32, K=64",
 }
 
 
@@ -35,9 +37,7 @@ def test_kernels_compile_without_spills_and_copies(case):
     assert done.returncode == 0, report
     kernels = [line for line in report.splitlines() if "bytes spill stores" in line and "bytes stack frame" in line]
     assert len(kernels) == 3, report  # forward, dq, dk and dv
-    # In one case the dk and dv kernel sets one scalar aside while its loops run; that is all.
-    most = 4 if case == "segments, pages of 64" else 0
     for line in kernels:
-        assert sum(map(int, re.findall(r"(\d+) bytes spill", line))) <= 2 * most, f"{case}: {line}"
+        assert not any(map(int, re.findall(r"(\d+) bytes spill", line))), f"{case}: {line}"
     assert "C751" not in report  # matrix products that wait for each other
     assert "copies: []" in report, report

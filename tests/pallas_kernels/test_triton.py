@@ -30,7 +30,7 @@ CASES = (
     Case(C=384, M=2, G=1, H=256, S=128, earlier=6, dtype="float16"),
     bf16(C=384, M=1, G=4, H=256, S=64, earlier=3, rows=3, segments=True, gradient_dtype="bfloat16"),
     bf16(C=512, M=1, G=7, H=128, S=16, earlier=37, rows=4),
-    bf16(C=512, M=2, G=2, H=64, S=32, earlier=9, segments=True),
+    bf16(C=512, M=2, G=2, H=64, S=32, earlier=9, segments=True, partial=True, sinks=True),
     # Rows and chunks that are no multiple of a tile or a page.
     bf16(C=700, M=1, G=5, H=128, S=128, earlier=3),
     bf16(C=315, M=2, G=2, H=64, S=64, earlier=5, rows=3, segments=True),

@@ -17,13 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from oomb_jax.pallas_kernels.paged_attention import api, triton_vjp
 from oomb_jax.pallas_kernels.paged_attention import triton as forward_kernels
-from oomb_jax.pallas_kernels.paged_attention import triton_vjp
 from oomb_jax.pallas_kernels.paged_attention.cases import Case
-from oomb_jax.pallas_kernels.paged_attention.triton_config import Tiles
+from oomb_jax.pallas_kernels.paged_attention.triton_config import KernelTiles, Tiles
 from tests.pallas_kernels.test_paged_attention import Suite, at_most_plain
-
-NO_SEGMENTS = {"q_segments": None, "pool_segments": None}
 
 
 class Host:
@@ -56,8 +54,6 @@ def interpreted_call(kernel, *inputs, in_place=(), out_type=(), grid, name, num_
     return [jnp.asarray(x.array) for x in outputs], [jnp.asarray(x.array) for x in pools]
 
 
-OPTIONS = NO_SEGMENTS | {"compute_capability": 80}
-
 # float16, as the interpreter multiplies no bfloat16. With the tiles of forward, dq and dk/dv.
 f16 = partial(Case, dtype="float16")
 INTERPRETED = (
@@ -66,20 +62,25 @@ INTERPRETED = (
     # Several tiles in a page; rows shorter than a tile; padded width.
     (f16(C=100, M=1, G=2, H=24, S=64, earlier=2, rows=4, segments=True), (32, 16), (16, 32), (16, 32)),
     # A chunk that is no multiple of anything.
-    (f16(C=71, M=1, G=2, H=16, S=32, earlier=3), (32, 32), (64, 16), (64, 16)),
+    (f16(C=71, M=1, G=2, H=16, S=32, earlier=3, partial=True, sinks=True), (32, 32), (64, 16), (64, 16)),
+    # Tiles in which a query sees no key before it sees one.
+    (f16(C=32, M=1, G=1, H=16, S=16, earlier=2, segments=True, strangers=True), (16, 16), (16, 16), (16, 16)),
 )
+
+
+class Interpreted(Suite):
+    forward = staticmethod(partial(api.paged_attention, implementation="triton"))
+    backward = staticmethod(partial(api.paged_attention_vjp, implementation="triton"))
 
 
 def interpret():
     """Checks every case as the suite does."""
+    api.unsupported_triton = lambda *_, **__: None  # it asks for a GPU
     forward_kernels.triton_call = triton_vjp.triton_call = interpreted_call
     for case, *sizes in INTERPRETED:
         tiles = [Tiles(queries=queries, keys=keys, num_warps=4, num_stages=2) for queries, keys in sizes]
 
-        class Interpreted(Suite):
-            forward = staticmethod(partial(forward_kernels.forward, **OPTIONS, tile=tiles[0]))
-            backward = staticmethod(partial(triton_vjp.backward, **OPTIONS, dq_tile=tiles[1], dkv_tile=tiles[2]))
-
+        forward_kernels.tiles = triton_vjp.tiles = lambda tiles=tiles, **_: KernelTiles(*tiles)
         Interpreted().check(case, at_most_plain(case))
 
 
@@ -94,7 +95,7 @@ def compile_for(
     gradients = array(L, P, M, S, H, dtype=gradient_dtype)
     indices = array(dtype="int32"), array(R, K, dtype="int32")
     lse = array(M * G, C, dtype="float32")
-    segments = NO_SEGMENTS
+    segments = {"q_segments": None, "pool_segments": None}
     if segmented:
         segments = {"q_segments": array(C, dtype="int32"), "pool_segments": array(P, S, dtype="int32")}
     for function, arguments in (

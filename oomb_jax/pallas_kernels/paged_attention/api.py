@@ -3,14 +3,16 @@
 import functools
 import logging
 import re
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from oomb_jax.pallas_kernels.paged_attention import reference
 from oomb_jax.pallas_kernels.paged_attention.config import unsupported, unsupported_gradients
 from oomb_jax.pallas_kernels.paged_attention.triton_config import unsupported_triton
+from oomb_jax.shapes import iota
 
 Implementation = Literal["reference", "mosaic", "triton"]
 """`mosaic` needs a Hopper GPU, `triton` an NVIDIA GPU of compute capability 8.0 or higher and jax-triton."""
@@ -22,6 +24,19 @@ Statistics = Float[Array, "N C"]
 Table = Int[Array, "R K"]
 ChunkSegments = Int[Array, " C"]
 PoolSegments = Int[Array, "pages S"]
+PageLengths = Int[Array, " pages"]
+Sinks = Float[Array, " N"]
+
+
+class Window(NamedTuple):
+    """A sliding window: a query attends only to keys less than `size` tokens before it."""
+
+    size: Int[Array, ""] | int
+    """At least 1, a query's own key. As an array, layers of one scan may differ in it."""
+    q_start: Int[Array, ""] | int
+    """Position of the chunk's first token."""
+    page_starts: Int[Array, " pages"]
+    """By page id, the position of the page's first token."""
 
 
 def paged_attention(
@@ -35,6 +50,9 @@ def paged_attention(
     *,
     q_segments: ChunkSegments | None = None,
     pool_segments: PoolSegments | None = None,
+    page_lengths: PageLengths | None = None,
+    window: Window | None = None,
+    sinks: Sinks | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Chunk, Statistics]:
     """Attention of a chunk of C queries to its own keys, causally, and to the pages that a table names.
@@ -52,9 +70,12 @@ def paged_attention(
         holds tokens before the chunk. Ids of a row are distinct; negative entries are padding and end the row.
       q_segments, pool_segments: document ids of the chunk's tokens and, by page id, of the pages' tokens; both or
         neither. A query attends only to keys of its own document.
+      page_lengths: by page id, how many tokens the page holds. What follows them does not count, but must be finite.
+      window: a sliding window. Pages that it does not reach need not be in the table.
+      sinks: a logit for each query head that joins its softmax as a key without a value, and lse with it. Its gradient
+        is `sinks_gradient`.
       implementation: `"mosaic"`, the kernels for Hopper GPUs, `"triton"`, those for GPUs from Ampere on, or
-        `"reference"`; a name is taken at its word. None: the reference, for now; it logs once where the Mosaic kernels
-        could run.
+        `"reference"`; a name is taken at its word. None: the reference, for now; on a Hopper GPU it says once why.
 
     Returns:
       out in q's dtype, and lse in float32 (float64 for float64 queries).
@@ -63,20 +84,22 @@ def paged_attention(
       ValueError: the shapes do not fit together.
       NotImplementedError: the named implementation does not exist for this input.
     """
-    _check(q, k_new, k_pool, table, q_segments, pool_segments)
-    chosen = _choose(implementation, unsupported(q, k_new, v_new, k_pool, v_pool, table), "forward")
+    _check(q, k_new, k_pool, table, q_segments, pool_segments, window)
+    chosen = _choose(implementation, unsupported(q, k_new, v_new, k_pool, v_pool, table, window), "forward")
     arguments = q, k_new, v_new, k_pool, v_pool, layer, table
-    segments = {"q_segments": q_segments, "pool_segments": pool_segments}
+    segments = _segments(q, k_pool, q_segments, pool_segments, page_lengths)
     if chosen == "mosaic":
         from oomb_jax.pallas_kernels.paged_attention import mosaic  # not every platform's jaxlib can import it
 
-        return mosaic.forward(*arguments, **segments)
-    if chosen == "triton":
-        _refuse("triton", unsupported_triton(q, k_new, v_new, k_pool, v_pool))
+        out, lse = mosaic.forward(*arguments, **segments)
+    elif chosen == "triton":
+        _refuse("triton", unsupported_triton(q, k_new, v_new, k_pool, v_pool, window=window))
         from oomb_jax.pallas_kernels.paged_attention import triton  # an optional package
 
-        return triton.forward(*arguments, **segments)
-    return reference.forward(*arguments, **segments)
+        out, lse = triton.forward(*arguments, **segments)
+    else:
+        out, lse = reference.forward(*arguments, **segments, window=window)
+    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
 
 
 def paged_attention_vjp(
@@ -95,38 +118,67 @@ def paged_attention_vjp(
     *,
     q_segments: ChunkSegments | None = None,
     pool_segments: PoolSegments | None = None,
+    page_lengths: PageLengths | None = None,
+    window: Window | None = None,
     rounding_key: PRNGKeyArray | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Chunk, ChunkKV, ChunkKV, Pool, Pool]:
     """Gradient of `paged_attention`: the arguments of the forward call, its results, and the gradient of `out`.
+
+    Sinks are not needed again: out and lse hold what they do to it.
 
     Args:
       dk_pool, dv_pool: gradient pools. The pages in the table have this chunk's share added: in float32 (float64),
         then rounded once to the pool's dtype. No other page is read or written.
       out, lse: results of `paged_attention` for the same arguments.
       d_out: gradient of out.
-      rounding_key: rounds stochastically where the gradient pools are bfloat16. None: to nearest.
+      rounding_key: rounds stochastically where the gradient pools are bfloat16, with a mean of the sum; each
+        implementation draws bits of its own. None: to nearest.
 
     Returns:
       dq in q's dtype; dk_new and dv_new, what the chunk's own queries give to its own keys and values, in float32
       (float64); the two gradient pools.
     """
-    _check(q, k_new, k_pool, table, q_segments, pool_segments)
-    reason = unsupported(q, k_new, v_new, k_pool, v_pool, table)
-    chosen = _choose(implementation, reason or unsupported_gradients(dk_pool, dv_pool, rounding_key), "backward")
+    _check(q, k_new, k_pool, table, q_segments, pool_segments, window)
+    reason = unsupported(q, k_new, v_new, k_pool, v_pool, table, window)
+    chosen = _choose(implementation, reason or unsupported_gradients(dk_pool, dv_pool), "backward")
     arguments = q, k_new, v_new, k_pool, v_pool, dk_pool, dv_pool, layer, table, out, lse, d_out
-    segments = {"q_segments": q_segments, "pool_segments": pool_segments}
+    segments = _segments(q, k_pool, q_segments, pool_segments, page_lengths)
     if chosen == "mosaic":
         from oomb_jax.pallas_kernels.paged_attention import mosaic_vjp
 
-        return mosaic_vjp.backward(*arguments, **segments)
+        return mosaic_vjp.backward(*arguments, **segments, rounding_key=rounding_key)
     if chosen == "triton":
         pools = k_pool, v_pool, dk_pool, dv_pool
-        _refuse("triton", unsupported_triton(q, k_new, v_new, *pools, rounding_key=rounding_key))
+        _refuse("triton", unsupported_triton(q, k_new, v_new, *pools, window=window, rounding_key=rounding_key))
         from oomb_jax.pallas_kernels.paged_attention import triton_vjp
 
         return triton_vjp.backward(*arguments, **segments)
-    return reference.backward(*arguments, **segments, rounding_key=rounding_key)
+    return reference.backward(*arguments, **segments, window=window, rounding_key=rounding_key)
+
+
+def sinks_gradient(sinks: Sinks, out: Chunk, lse: Statistics, d_out: Chunk) -> Sinks:
+    """Gradient of the sinks of `paged_attention`, in lse's dtype: - sum_i exp(sink - lse_i) out_i · d_out_i."""
+    delta = jnp.einsum("cnh,cnh->nc", out.astype(lse.dtype), d_out.astype(lse.dtype))
+    return -jnp.sum(jnp.exp(sinks.astype(lse.dtype)[:, None] - lse) * delta, axis=1)
+
+
+def _with_sinks(out, lse, sinks):
+    """A sink only scales a softmax, so it can join when the sum over keys is done, whoever did it."""
+    total = jnp.logaddexp(lse, sinks.astype(lse.dtype)[:, None])
+    share = jnp.exp(lse - total).T[:, :, None]
+    return (out.astype(lse.dtype) * share).astype(out.dtype), total
+
+
+def _segments(q, k_pool, q_segments, pool_segments, page_lengths):
+    """The two arguments, with what follows the tokens of a page in a document of its own."""
+    if page_lengths is not None:
+        P, S = k_pool.shape[1], k_pool.shape[3]
+        if pool_segments is None:
+            q_segments, pool_segments = jnp.zeros(q.shape[0], jnp.int32), jnp.zeros((P, S), jnp.int32)
+        nobody = jnp.iinfo(pool_segments.dtype).min
+        pool_segments = jnp.where(iota(S)[None] < page_lengths[:, None], pool_segments, nobody)
+    return {"q_segments": q_segments, "pool_segments": pool_segments}
 
 
 def _choose(implementation: Implementation | None, reason: str | None, direction: str) -> Implementation:
@@ -138,9 +190,9 @@ def _choose(implementation: Implementation | None, reason: str | None, direction
     if implementation is not None:
         return implementation
     # The kernels were tested alone on a GPU, not yet in a whole training step: until then they are used when named.
-    if _is_hopper() and reason is None:
-        faster = "implementation='mosaic' is many times faster"
-        _log_once(logging.WARNING, f"paged attention {direction}: reference; {faster}")
+    if _is_hopper():
+        reason = reason or "implementation='mosaic' is many times faster"
+        _log_once(logging.WARNING, f"paged attention {direction}: reference; {reason}")
     return "reference"
 
 
@@ -163,7 +215,7 @@ def _is_hopper() -> bool:
     return getattr(device, "compute_capability", "").startswith("9.")
 
 
-def _check(q, k_new, k_pool, table, q_segments, pool_segments) -> None:
+def _check(q, k_new, k_pool, table, q_segments, pool_segments, window) -> None:
     C, N, H = q.shape
     _, M, _ = k_new.shape
     if N % M:
@@ -174,3 +226,5 @@ def _check(q, k_new, k_pool, table, q_segments, pool_segments) -> None:
         raise ValueError(f"table of {table.shape[0]} rows for {C} queries: each row serves the same number of queries")
     if (q_segments is None) != (pool_segments is None):
         raise ValueError("q_segments and pool_segments go together: give both or neither")
+    if window is not None and isinstance(window.size, int) and window.size < 1:
+        raise ValueError(f"window of {window.size} tokens: at least 1, a query's own key")

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from oomb_jax.pallas_kernels.paged_attention.api import Window
 from oomb_jax.shapes import accumulator
 
 
@@ -34,6 +36,13 @@ class Case:
     L: int = 2
     """Layers of the pools."""
     segments: bool = False
+    strangers: bool = False
+    """With segments: no document of the chunk is in a page."""
+    partial: bool = False
+    """Pages hold fewer than S tokens."""
+    window: int | None = None
+    """Tokens of a sliding window over pages in random order."""
+    sinks: bool = False
     dtype: DTypeLike = "float32"
     pool_dtype: DTypeLike | None = None
     """dtype of the key/value pools; None: `dtype`."""
@@ -50,7 +59,10 @@ class Inputs:
     dk_pool: Array
     dv_pool: Array
     d_out: Array
-    segments: dict[str, Array]
+    masks: dict[str, Any]
+    """q_segments, pool_segments, page_lengths and window, where the case has them."""
+    sinks: dict[str, Array]
+    """sinks, where the case has them."""
 
 
 def inputs(case: Case, seed: int) -> Inputs:
@@ -69,14 +81,22 @@ def inputs(case: Case, seed: int) -> Inputs:
     unnamed = np.setdiff1d(np.arange(P), table)
     pool = case.L, P, case.M, case.S, case.H
     k_pool, v_pool = (draw(*pool, dtype=case.pool_dtype or case.dtype).at[:, unnamed].set(jnp.nan) for _ in range(2))
-    segments = {}
+    masks: dict[str, Any] = {}
     if case.segments:
         # Documents begin anywhere: before the chunk, in it, and between; later pages hold later documents.
         ids = np.cumsum(rng.random(P * case.S + case.C) < 0.02)
-        segments = {
-            "q_segments": jnp.asarray(ids[-case.C :], jnp.int32),
-            "pool_segments": jnp.asarray(ids[: -case.C].reshape(P, case.S), jnp.int32),
-        }
+        ids[-case.C :] += case.strangers
+        masks["q_segments"] = jnp.asarray(ids[-case.C :], jnp.int32)
+        masks["pool_segments"] = jnp.asarray(ids[: -case.C].reshape(P, case.S), jnp.int32)
+    if case.partial:
+        lengths = rng.integers(case.S + 1, size=P)
+        lengths[unnamed] = case.S
+        masks["page_lengths"] = jnp.asarray(lengths, jnp.int32)
+        page, offset = np.nonzero(np.arange(case.S) >= lengths[:, None])
+        k_pool, v_pool = (pool.at[:, page, :, offset].set(1e3) for pool in (k_pool, v_pool))
+    if case.window is not None:
+        starts = jnp.asarray(rng.permutation(P) * case.S, jnp.int32)
+        masks["window"] = Window(jnp.int32(case.window), jnp.int32(P * case.S), starts)
     return Inputs(
         forward=(
             *(draw(case.C, heads, case.H) for heads in (N, case.M, case.M)),
@@ -85,24 +105,26 @@ def inputs(case: Case, seed: int) -> Inputs:
         dk_pool=draw(*pool, dtype=case.gradient_dtype or accumulator(case.dtype)),
         dv_pool=draw(*pool, dtype=case.gradient_dtype or accumulator(case.dtype)),
         d_out=draw(case.C, N, case.H),
-        segments=segments,
+        masks=masks,
+        sinks={"sinks": draw(N, dtype=accumulator(case.dtype))} if case.sinks else {},
     )
 
 
 SMALL = (
-    Case(C=16, M=1, G=1, H=8, S=8, earlier=0),
-    Case(C=16, M=2, G=3, H=8, S=8, earlier=5),
-    Case(C=24, M=1, G=7, H=16, S=8, earlier=9, segments=True),
-    Case(C=32, M=2, G=2, H=8, S=16, earlier=3, rows=2),
-    Case(C=64, M=1, G=3, H=8, S=16, earlier=4, rows=4, segments=True),
+    Case(C=16, M=1, G=1, H=8, S=8, earlier=0, window=5),
+    Case(C=16, M=2, G=3, H=96, S=8, earlier=5, partial=True),
+    Case(C=24, M=1, G=7, H=16, S=8, earlier=9, segments=True, strangers=True, sinks=True),
+    Case(C=32, M=2, G=2, H=256, S=16, earlier=3, rows=2, window=43),
+    Case(C=32, M=1, G=16, H=8, S=16, earlier=4, rows=2, segments=True, partial=True, window=57, sinks=True),
 )
 """For a CPU, in seconds."""
 
 INTERPRETED = (
-    Case(C=128, M=2, G=3, H=64, S=64, earlier=2, spare=1, dtype="bfloat16"),
+    Case(C=77, M=2, G=3, H=64, S=64, earlier=1, spare=1, dtype="bfloat16"),
     Case(C=128, M=1, G=2, H=64, S=64, earlier=3, rows=2, segments=True, dtype="float16"),
-    Case(C=256, M=1, G=1, H=128, S=128, earlier=2, rows=2, dtype="bfloat16", gradient_dtype="bfloat16"),
-    Case(C=128, M=1, G=2, H=128, S=128, earlier=0, segments=True, dtype="bfloat16"),
+    Case(C=256, M=1, G=1, H=128, S=128, earlier=1, rows=2, dtype="bfloat16", gradient_dtype="bfloat16"),
+    Case(C=128, M=1, G=1, H=128, S=128, earlier=0, dtype="bfloat16"),
+    Case(C=64, M=1, G=2, H=64, S=64, earlier=1, segments=True, strangers=True, dtype="bfloat16"),
 )
 """The smallest that the Mosaic kernels take, for their interpreter."""
 
@@ -129,6 +151,10 @@ def _gpu() -> tuple[Case, ...]:
         Case(C=1024, M=1, G=5, earlier=1, rows=8, spare=7, **common),  # pages that most rows share, much padding
         Case(C=1024, M=1, G=2, earlier=24, rows=8, spare=40, **common),  # every page by about one row
         Case(C=64, M=2, G=6, H=64, S=64, earlier=5, dtype="bfloat16"),  # rows of 64 queries, one warpgroup
+        Case(C=1, M=2, G=4, H=64, S=64, earlier=3, dtype="float16"),  # chunks that are no whole pages
+        Case(C=1001, M=2, G=7, earlier=9, segments=True, **common),
+        Case(C=512, M=2, G=3, earlier=9, partial=True, sinks=True, **common),
+        Case(C=512, M=2, G=4, earlier=5, segments=True, strangers=True, **common),
         Case(C=384, M=3, G=2, H=128, S=64, earlier=17, rows=3, segments=True, dtype="bfloat16"),
     )
 

@@ -40,7 +40,7 @@ def tiles(*, queries: int, H: int, S: int) -> Tiles:
     )
 
 
-def unsupported(q, k_new, v_new, k_pool, v_pool, table) -> str | None:
+def unsupported(q, k_new, v_new, k_pool, v_pool, table, window) -> str | None:
     """Why the Mosaic kernels cannot take these inputs; None if they can."""
     C, _, H = q.shape
     S, R = k_pool.shape[3], table.shape[0]
@@ -53,18 +53,16 @@ def unsupported(q, k_new, v_new, k_pool, v_pool, table) -> str | None:
         return f"head width {H}, where the kernels take 64 or 128"
     if S not in (64, 128):
         return f"pages of {S} tokens, where the kernels take 64 or 128"
-    if C % S or (C // R) % ROWS:
-        return (
-            f"{C} queries in {R} rows and pages of {S}, where the kernels take whole pages, and rows of whole {ROWS}s"
-        )
+    if R > 1 and (C % S or (C // R) % ROWS):
+        return f"{C} queries in {R} rows and pages of {S}, where the kernels take whole pages and rows of whole {ROWS}s"
+    if window is not None:
+        return "a sliding window, which only the reference has"
     return None
 
 
-def unsupported_gradients(dk_pool, dv_pool, rounding_key) -> str | None:
+def unsupported_gradients(dk_pool, dv_pool) -> str | None:
     """Why the Mosaic kernels cannot add to these gradient pools; None if they can."""
     for name, x in ("dk_pool", dk_pool), ("dv_pool", dv_pool):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"{name} of {x.dtype}, where the kernels take float32 or bfloat16"
-    if rounding_key is not None:
-        return "stochastic rounding, where the kernels round to nearest"
     return None

@@ -35,8 +35,10 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
 
     interpret: parameters of Pallas's interpreter, to run on a CPU.
     """
-    C, N, H = q.shape
     _, _, M, S, _ = k_pool.shape
+    queries = q.shape[0]
+    q, k_new, v_new, q_segments = fill_page(S, q, k_new, v_new, q_segments)
+    C, N, H = q.shape
     G, R = N // M, table.shape[0]
     tile = tiles(queries=C // R, H=H, S=S)
     warpgroups, stages = tile.warpgroups, tile.stages
@@ -177,7 +179,18 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
         kernel_name="paged_attention",
         interpret=interpret,
     )(q, *key_arguments(k_new, v_new, k_pool, v_pool, layer, table, q_segments, pool_segments))
-    return out, lse
+    return out[:queries], lse[:, :queries]
+
+
+def fill_page(S: int, *arrays: Any, axis: int = 0) -> tuple[Any, ...]:
+    """The arrays with zeros after the chunk's tokens, up to whole pages. No query of the chunk sees what follows it."""
+
+    def fill(x):
+        if x is None or x.shape[axis] % S == 0:
+            return x
+        return jnp.pad(x, [(0, -n % S if i == axis else 0) for i, n in enumerate(x.shape)])
+
+    return tuple(map(fill, arrays))
 
 
 class Place(NamedTuple):

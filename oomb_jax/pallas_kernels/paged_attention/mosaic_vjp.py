@@ -28,6 +28,7 @@ from oomb_jax.pallas_kernels.paged_attention.mosaic import (
     add_product,
     divide,
     drain,
+    fill_page,
     flat,
     key_arguments,
     key_scratch,
@@ -37,6 +38,7 @@ from oomb_jax.pallas_kernels.paged_attention.mosaic import (
     position,
     smem_tile,
 )
+from oomb_jax.pallas_kernels.paged_attention.mosaic_rounding import random_bits, stochastic_round
 from oomb_jax.shapes import iota
 
 
@@ -56,20 +58,25 @@ def backward(
     *,
     q_segments,
     pool_segments,
+    rounding_key=None,
     interpret=None,
 ):
-    """See `api.paged_attention_vjp`. Narrow gradient pools are added to in float32 and rounded once, to nearest."""
+    """See `api.paged_attention_vjp`; interpret as in `mosaic.forward`."""
+    S, queries = k_pool.shape[3], q.shape[0]
+    # Zeros of d_out keep what fills the last page out of every gradient.
+    q, k_new, v_new, out, d_out, q_segments = fill_page(S, q, k_new, v_new, out, d_out, q_segments)
     # In powers of two, as the kernels' exponentials are.
-    lse2 = lse * LOG2E
+    (lse2,) = fill_page(S, lse * LOG2E, axis=1)
     delta = jnp.einsum("cnh,cnh->nc", out, d_out, preferred_element_type=jnp.float32)
     keys = key_arguments(k_new, v_new, k_pool, v_pool, layer, table, q_segments, pool_segments)
     dq = _query_gradient(k_pool.shape, q, d_out, lse2, delta, *keys, interpret=interpret)
     dk_ref, dv_ref = jax.new_ref(flat(dk_pool)), jax.new_ref(flat(dv_pool))
+    words = None if rounding_key is None else jax.random.bits(rounding_key, (2,), jnp.uint32)
     dk_new, dv_new = _key_gradients(
-        k_pool.shape, q, d_out, lse2, delta, *keys[:-1], dk_ref, dv_ref, interpret=interpret
+        k_pool.shape, q, d_out, lse2, delta, *keys[:-1], dk_ref, dv_ref, words=words, interpret=interpret
     )
     dk_pool, dv_pool = (jax.freeze(ref).reshape(dk_pool.shape) for ref in (dk_ref, dv_ref))
-    return dq, dk_new, dv_new, dk_pool, dv_pool
+    return *(x[:queries] for x in (dq, dk_new, dv_new)), dk_pool, dv_pool
 
 
 def _query_gradient(pool_shape, q, d_out, lse2, delta, *keys, interpret):
@@ -180,9 +187,12 @@ def _query_gradient(pool_shape, q, d_out, lse2, delta, *keys, interpret):
 
 
 def _key_gradients(
-    pool_shape, q, d_out, lse2, delta, k_new, v_new, k_pool, v_pool, layer, table, *segments_and_pools, interpret
+    pool_shape, q, d_out, lse2, delta, k_new, v_new, k_pool, v_pool, layer, table, *segments_and_pools, words, interpret
 ):
-    """dk_new and dv_new; adds to the two references to gradient pools."""
+    """dk_new and dv_new; adds to the two references to gradient pools.
+
+    words: a random uint32 for each of them, where bfloat16 is rounded to stochastically.
+    """
     *segments, dk_pool, dv_pool = segments_and_pools
     _, P, M, S, H = pool_shape
     C, N, _ = q.shape
@@ -207,8 +217,9 @@ def _key_gradients(
         spare: Any = None,
     ):
         q_ref, d_out_ref, lse_ref, delta_ref, k_new_ref, v_new_ref, k_ref, v_ref, layer_ref, *refs = refs
-        places_ref, page_ref, first_ref, count_ref, row_ref, *ids_refs, dk_ref, dv_ref, dk_new_ref, dv_new_ref = refs
-        ids: Any = ids_refs or (None, None)
+        places_ref, page_ref, first_ref, count_ref, row_ref, *refs, dk_ref, dv_ref, dk_new_ref, dv_new_ref = refs
+        words_ref: Any = None if words is None else refs.pop()
+        ids: Any = refs or (None, None)
         page_ids_ref, q_ids_ref = ids
         kv_ready, q_ready, d_out_ready, q_free, d_out_free = barriers
         per_row = Q // ROWS * G
@@ -312,9 +323,13 @@ def _key_gradients(
             @pl.when(~is_own)
             def _():
                 at = (layer_ref[0] * P + page_ref[listed]) * M + kv_head
-                for ref, gradient in (dk_ref, dk), (dv_ref, dv):
+                for pool, (ref, gradient) in enumerate(((dk_ref, dk), (dv_ref, dv))):
                     before = plgpu.load(ref.at[at, inside], layout=plgpu.Layout.WGMMA, optimized=False)
-                    ref.at[at, inside][...] = (before.astype(jnp.float32) + gradient).astype(ref.dtype)
+                    total = before.astype(jnp.float32) + gradient
+                    if words is not None and ref.dtype == jnp.bfloat16:
+                        element = (warpgroup * ROWS + position(total, 0)) * H + position(total, 1)
+                        total = stochastic_round(total, random_bits(words_ref[pool], at, element))
+                    ref.at[at, inside][...] = total.astype(ref.dtype)
 
         # Each role asks for its work itself: shared, the answers would hold registers that the loop needs.
         @pl.when(warpgroup < warpgroups)
@@ -378,7 +393,15 @@ def _key_gradients(
         interpret=interpret,
     )(
         *(q, d_out, lse2, delta, k_new, v_new, k_pool, v_pool, layer),
-        *(iota(max(ROWS, M * (own + U))), pages, *lists, *segments, dk_pool, dv_pool),
+        *(
+            iota(max(ROWS, M * (own + U))),
+            pages,
+            *lists,
+            *segments,
+            *([] if words is None else [words]),
+            dk_pool,
+            dv_pool,
+        ),
     )
 
 

@@ -36,14 +36,14 @@ class Block(NamedTuple):
     mask: Bool[Array, "r q U"]
 
 
-def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_segments):
+def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_segments, window):
     """See `api.paged_attention`."""
     C, N, H = q.shape
     M, R = k_new.shape[1], table.shape[0]
     dtype = accumulator(q.dtype)
     grouped = _group(q.astype(dtype), M, 1)
-    own_blocks, own_block = _own_blocks(k_new, v_new, q_segments, dtype, N)
-    page_blocks, page_block = _page_blocks(k_pool, v_pool, layer, table, q_segments, pool_segments, dtype, C, N)
+    own_blocks, own_block = _own_blocks(k_new, v_new, q_segments, window, dtype, N)
+    page_blocks, page_block = _page_blocks(k_pool, v_pool, layer, table, q_segments, pool_segments, window, dtype, C, N)
 
     start = Softmax(
         jnp.full((M, N // M, 1, C), -jnp.inf, dtype),
@@ -76,6 +76,7 @@ def backward(
     *,
     q_segments,
     pool_segments,
+    window,
     rounding_key,
 ):
     """See `api.paged_attention_vjp`."""
@@ -86,8 +87,8 @@ def backward(
     lse = lse.reshape(M, N // M, 1, C)
     # sum_j p_ij dp_ij = out_i · d_out_i, so the softmax's backward pass needs no second sweep over the keys.
     delta = jnp.sum(_group(out.astype(dtype), M, 1) * d_grouped, axis=-1)
-    own_blocks, own_block = _own_blocks(k_new, v_new, q_segments, dtype, N)
-    page_blocks, page_block = _page_blocks(k_pool, v_pool, layer, table, q_segments, pool_segments, dtype, C, N)
+    own_blocks, own_block = _own_blocks(k_new, v_new, q_segments, window, dtype, N)
+    page_blocks, page_block = _page_blocks(k_pool, v_pool, layer, table, q_segments, pool_segments, window, dtype, C, N)
 
     def own(j, carry):
         dq, dk, dv = carry
@@ -154,7 +155,7 @@ def _dot(equation, a, b):
     return jnp.einsum(equation, a, b, precision=HIGHEST)
 
 
-def _own_blocks(k_new, v_new, q_segments, dtype, N):
+def _own_blocks(k_new, v_new, q_segments, window, dtype, N):
     """The number of blocks of own keys, and a function from j to the j-th block."""
     C = k_new.shape[0]
     width = divisor(C, _block_budget() // (N * C))
@@ -162,7 +163,10 @@ def _own_blocks(k_new, v_new, q_segments, dtype, N):
 
     def block(j):
         cut = lambda x: lax.dynamic_slice_in_dim(x, j * width, width, axis=2)
-        mask = iota(C)[:, None] >= j * width + iota(width)[None, :]
+        distance = iota(C)[:, None] - (j * width + iota(width))[None, :]
+        mask = distance >= 0
+        if window is not None:
+            mask &= distance < window.size
         if q_segments is not None:
             own = lax.dynamic_slice_in_dim(q_segments, j * width, width)
             mask &= q_segments[:, None] == own[None, :]
@@ -171,7 +175,7 @@ def _own_blocks(k_new, v_new, q_segments, dtype, N):
     return C // width, block
 
 
-def _page_blocks(k_pool, v_pool, layer, table, q_segments, pool_segments, dtype, C, N):
+def _page_blocks(k_pool, v_pool, layer, table, q_segments, pool_segments, window, dtype, C, N):
     """The number of blocks that hold a page of the table, and a function from j to the j-th block."""
     _, _, M, S, H = k_pool.shape
     R = table.shape[0]
@@ -189,12 +193,12 @@ def _page_blocks(k_pool, v_pool, layer, table, q_segments, pool_segments, dtype,
             pages = jnp.where(valid[:, :, None, None, None], pages, 0)
             return pages.swapaxes(1, 2).reshape(R, M, width * S, H)
 
-        mask = jnp.repeat(valid, S, axis=1)[:, None, :]
-        if pool_segments is None:
-            mask = jnp.broadcast_to(mask, (R, C // R, width * S))
-        else:
-            keys = pool_segments[safe].reshape(R, 1, width * S)
-            mask &= q_segments.reshape(R, C // R, 1) == keys
+        mask = jnp.broadcast_to(jnp.repeat(valid, S, axis=1)[:, None, :], (R, C // R, width * S))
+        if pool_segments is not None:
+            mask &= q_segments.reshape(R, C // R, 1) == pool_segments[safe].reshape(R, 1, width * S)
+        if window is not None:
+            keys = (window.page_starts[safe][:, :, None] + iota(S)[None, None]).reshape(R, 1, width * S)
+            mask &= window.q_start + iota(C).reshape(R, C // R, 1) - keys < window.size
         return Block(gather(k_pool), gather(v_pool), mask)
 
     longest = jnp.max(jnp.sum(table >= 0, axis=1, dtype=jnp.int32))

@@ -21,9 +21,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 """The softmax runs in powers of two."""
 
 
-def forward(
-    q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_segments, compute_capability=None, tile=None
-):
+def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_segments, compute_capability=None):
     """See `api.paged_attention`; inputs for which `triton_config.unsupported_triton` gives a reason do not compile.
 
     compute_capability: of the GPU to compile for, 80 for 8.0; None: of the GPU that is there.
@@ -31,7 +29,7 @@ def forward(
     C, N, H = q.shape
     R = table.shape[0]
     compute_capability = compute_capability or device_capability()
-    tile = tile or tiles(Q=C // R, H=H, S=k_pool.shape[3], compute_capability=compute_capability).forward
+    tile = tiles(Q=C // R, H=H, S=k_pool.shape[3], compute_capability=compute_capability).forward
     rows = row_arguments(layer, table, q_segments, pool_segments)
     (out, lse), _ = triton_call(
         _forward,

@@ -45,8 +45,6 @@ def backward(
     q_segments,
     pool_segments,
     compute_capability=None,
-    dq_tile=None,
-    dkv_tile=None,
 ):
     """See `api.paged_attention_vjp`. Narrow gradient pools are added to in float32 and rounded once, to nearest."""
     queries = q, d_out, lse * LOG2E.value, jnp.einsum("cnh,cnh->nc", out, d_out, preferred_element_type=jnp.float32)
@@ -56,13 +54,13 @@ def backward(
     shapes = {"Q": q.shape[0] // table.shape[0], "H": q.shape[2], "S": k_pool.shape[3]}
     tile = tiles(**shapes, compute_capability=compute_capability)
     options = {"segmented": q_segments is not None, "compute_capability": compute_capability}
-    dq = query_gradient(*queries, *keys, layer, table, pages, *segments, **options, tile=dq_tile or tile.dq)
+    dq = query_gradient(*queries, *keys, layer, table, pages, *segments, **options, tile=tile.dq)
     lists = _pages_to_rows(table, k_pool.shape[1])
     dk_new, dv_new, dk_pool, dv_pool = key_gradients(
         *(*queries, *keys, layer, *lists, *segments, dk_pool, dv_pool),
         **options,
         R=table.shape[0],
-        tile=dkv_tile or tile.dkv,
+        tile=tile.dkv,
     )
     return dq, dk_new, dv_new, dk_pool, dv_pool
 

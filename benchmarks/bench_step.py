@@ -1,0 +1,250 @@
+"""Speed and memory of one whole `value_and_grad`, by context, beside the way one trains without this library.
+
+    python benchmarks/bench_step.py --contexts 16384 65536
+    python benchmarks/bench_step.py --contexts 16384 65536 --method parallel
+    python benchmarks/bench_step.py --contexts 16384 --profile
+
+Random weights and tokens, no optimizer. `chunked` is `value_and_grad`; `parallel` is full attention with cuDNN and a
+checkpoint for each layer. Every context is measured in a process of its own, so that the allocator's peak is of
+that step alone: weights, gradients, pools and everything temporary.
+
+The figures are added to those that the JSON file already holds; then all of them are printed as a table and drawn. The
+share of the peak counts the operations that the gradient needs (6 for each parameter and token, and the causal half of
+attention), not those that are computed again.
+
+`--profile` traces one more step and prints its kernels' time by phase and kind, and the time that the same matrix
+products take alone. The trace stays in `--trace`, for XProf or Perfetto.
+"""
+
+import dataclasses
+import datetime
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from oomb_jax.config import Remat
+from oomb_jax.train.metrics import model_flops, peak_flops
+
+GIB = 2**30
+COLOURS = {"chunked": "#0072B2", "parallel": "#D55E00"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Speed and memory of one value_and_grad by context."""
+
+    contexts: tuple[int, ...] = (16384, 65536)
+    """Tokens of a sequence."""
+
+    method: Literal["chunked", "parallel"] = "chunked"
+    """`chunked`: this library. `parallel`: full attention with cuDNN and a checkpoint for each layer."""
+
+    model: str = "qwen2.5-7b"
+    """A named model, with random bfloat16 weights."""
+
+    attention: Literal["dense", "topk"] = "dense"
+    """What a query attends to, `chunked` only."""
+
+    pages: int = 64
+    """Pages that a query page chooses, with `topk`."""
+
+    chunk: int = 4096
+    """Tokens of a chunk."""
+
+    remat: Remat = "dots"
+    """What the recomputed chunk keeps."""
+
+    grad_dtype: str = "float32"
+    """dtype of the gradients."""
+
+    kv_grad_dtype: str = "float32"
+    """dtype of the key and value gradient pools."""
+
+    implementation: Literal["mosaic", "triton", "reference"] | None = None
+    """Which attention runs. None: the fastest that the device can."""
+
+    steps: int = 2
+    """Steps that count, after one that does not; the median is taken."""
+
+    profile: bool = False
+    """Trace one more step and break its time down."""
+
+    trace: Path = Path("runs/trace")
+    """Where the trace goes."""
+
+    json: Path = Path("benchmarks/results/step.json")
+    """Where the figures are kept."""
+
+    figure: Path = Path("docs/step.png")
+    """Where they are drawn."""
+
+
+def measure(settings: Settings, context: int) -> dict[str, Any]:
+    """One context; runs in a process of its own."""
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+
+    import oomb_jax
+
+    plain = "chunk", "remat", "grad_dtype", "kv_grad_dtype", "implementation"
+    attention = oomb_jax.TopK(pages=settings.pages) if settings.attention == "topk" else oomb_jax.Dense()
+    config = oomb_jax.Config(attention=attention, **{key: getattr(settings, key) for key in plain})
+    model = oomb_jax.models.create(settings.model, key=jax.random.key(0))
+    ids = jax.random.randint(jax.random.key(1), (context + 1,), 0, model.config.vocab_size, jnp.int32)
+    pools = oomb_jax.create_pools(model, context, config) if settings.method == "chunked" else None
+    function = {
+        "chunked": oomb_jax.value_and_grad,
+        "parallel": functools.partial(oomb_jax.full_attention_value_and_grad, implementation="cudnn"),
+    }[settings.method]
+    options = {"donate_argnums": 1, "compiler_options": oomb_jax.COMPILER_OPTIONS}
+    start = time.perf_counter()
+    step = jax.jit(functools.partial(function, config=config), **options)
+    step = step.lower(model, pools, ids[:-1], ids[1:]).compile()
+    compiled_in = time.perf_counter() - start
+
+    def run():
+        nonlocal pools
+        start = time.perf_counter()
+        loss, grads, pools = step(model, pools, ids[:-1], ids[1:])
+        jax.block_until_ready(grads)
+        assert jnp.isfinite(loss)
+        return time.perf_counter() - start
+
+    run()
+    seconds = statistics.median(run() for _ in range(settings.steps))
+    sizes = model.config
+    matrices = sum(x.size for x in jax.tree.leaves(model.layers)) + sizes.vocab_size * sizes.hidden_size
+    flops = model_flops(
+        parameters=matrices,
+        layers=sizes.num_hidden_layers,
+        query_heads=sizes.num_attention_heads,
+        head_dim=sizes.head_dim,
+        tokens=context,
+    )
+    device = jax.devices()[0]
+    peak = peak_flops(device)
+    record = {
+        "context": context,
+        "seconds": round(seconds, 4),
+        "tokens_per_second": round(context / seconds, 1),
+        "share_of_peak": round(flops / seconds / peak, 4) if peak else None,
+        "memory_gib": round((device.memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB, 2),
+        "compile_seconds": round(compiled_in, 1),
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    if settings.profile:
+        from step_profile import breakdown
+
+        with jax.profiler.trace(str(settings.trace)):
+            seconds = run()
+        record["profile"] = breakdown(settings.trace, seconds, sizes, context, config)
+    return record
+
+
+def collect(settings: Settings) -> list[dict[str, Any]]:
+    """Measures every context and adds the records to the file; all records of the file."""
+    numbers = "chunk", "remat", "grad_dtype", "kv_grad_dtype", "implementation", "steps"
+    kept = "method", "model", "attention", "pages", *numbers
+    about = {key: getattr(settings, key) for key in kept}
+    identity = lambda record: [record[key] for key in ("context", *kept)]
+    records = json.loads(settings.json.read_text(encoding="utf-8")) if settings.json.exists() else []
+    spawn = multiprocessing.get_context("spawn")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # JAX would take three quarters and no more
+    settings.json.parent.mkdir(parents=True, exist_ok=True)
+    for context in settings.contexts:
+        with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+            record = about | pool.submit(measure, settings, context).result()
+        records = [old for old in records if identity(old) != identity(record)] + [record]
+        settings.json.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+    return records
+
+
+def label(record: dict[str, Any]) -> str:
+    """What tells a record from others of the same context."""
+    short = {"float32": "f32", "bfloat16": "bf16"}
+    dtypes = f"{short[record['grad_dtype']]}/{short[record['kv_grad_dtype']]} gradients"
+    if record["method"] == "parallel":
+        return f"parallel, checkpoint per layer, {dtypes}"
+    attention = f"top {record['pages']} pages" if record["attention"] == "topk" else "dense"
+    return f"chunked, {attention}, chunk {record['chunk']}, {record['remat']}, {dtypes}"
+
+
+def table(records: list[dict[str, Any]]) -> Table:
+    """All records, a row each."""
+    columns = "setting", "context", "seconds", "tokens/s", "of peak", "memory (GiB)"
+    result = Table(*columns, title=f"{records[-1]['model']} on {records[-1]['device']}")
+    for r in sorted(records, key=lambda r: (label(r), r["context"])):
+        share = "" if r["share_of_peak"] is None else f"{r['share_of_peak']:.1%}"
+        figures = f"{r['seconds']:.2f}", f"{r['tokens_per_second']:,.0f}", share, f"{r['memory_gib']:.1f}"
+        result.add_row(label(r), f"{r['context']:,}", *figures)
+    return result
+
+
+def draw(records: list[dict[str, Any]]) -> Figure:
+    """Left, speed by context; right, memory by context."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    styles = iter(("-", "--", ":", "-.") * 4)
+    for name in sorted({label(r) for r in records}):
+        line = sorted((r for r in records if label(r) == name), key=lambda r: r["context"])
+        style = {"color": COLOURS[line[0]["method"]], "linestyle": next(styles), "marker": "o", "label": name}
+        for one, key in (left, "tokens_per_second"), (right, "memory_gib"):
+            one.plot([r["context"] for r in line], [r[key] for r in line], **style)
+    for one, title in (left, "tokens per second"), (right, "peak memory (GiB)"):
+        one.set_xscale("log", base=2)
+        one.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:.0f}K")
+        one.yaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        one.set_ylim(bottom=0)
+        one.set_xlabel("tokens in the sequence")
+        one.set_ylabel(title)
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    right.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{records[-1]['model']}, one gradient, {records[-1]['device']}", fontsize=10)
+    return figure
+
+
+def print_profile(console: Console, record: dict[str, Any]) -> None:
+    """The breakdown of one step."""
+    profile = record["profile"]
+    kinds = sorted({kind for phase in profile["phases"].values() for kind in phase})
+    result = Table("phase", *kinds, "all", title=f"milliseconds of a step at {record['context']:,} tokens")
+    for name, phase in profile["phases"].items():
+        cells = [f"{phase.get(kind, 0):,.1f}" for kind in kinds]
+        result.add_row(name, *cells, f"{sum(phase.values()):,.1f}")
+    console.print(result)
+    console.print(
+        f"accounted for: {profile['accounted']:.1%} of {profile['seconds']:.2f} s; matrix products: "
+        f"{profile['matmul_alone_over_step']:.2f} of the rate that they reach alone"
+    )
+
+
+def main(settings: Settings) -> None:
+    """Measures, prints and draws."""
+    console = Console(width=140)
+    records = collect(settings)
+    console.print(table(records))
+    settings.figure.parent.mkdir(parents=True, exist_ok=True)
+    draw(records).savefig(settings.figure, dpi=150)
+    for record in records:
+        if "profile" in record and record["context"] in settings.contexts:
+            print_profile(console, record)
+    print(f"wrote {settings.json} and {settings.figure}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))

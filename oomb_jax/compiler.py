@@ -1,0 +1,10 @@
+"""Options of XLA that the step was measured with; without them it is correct and slower."""
+
+COMPILER_OPTIONS = {
+    # Matrix products by cuBLAS alone read a layer's weights where they lie; products that may become Triton kernels
+    # get a copy of them first, about 5 % of a step.
+    "xla_gpu_enable_triton_gemm": False,
+    # Command buffers run copies and kernels one after the other.
+    "xla_gpu_enable_command_buffer": "",
+}
+"""For `jax.jit(oomb_jax.value_and_grad, compiler_options=oomb_jax.COMPILER_OPTIONS, ...)`; ignored by a CPU."""

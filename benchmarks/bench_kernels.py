@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ MATMUL = 8192
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """Rate of the paged attention kernels beside cuDNN's."""
+
+    implementation: Literal["mosaic", "triton"] = "mosaic"
 
     queries: int = 4096
     """Tokens of the chunk."""
@@ -88,8 +90,9 @@ def problem(settings: Settings, rows: int, pages: int, seed: int) -> Problem:
     table = np.stack([rng.choice(settings.pool, pages, replace=False) for _ in range(rows)]).astype(np.int32)
     arguments = q, k_new, v_new, k_pool, v_pool, jnp.int32(0), jnp.asarray(table)
 
-    forward = functools.partial(jax.jit(functools.partial(paged_attention, implementation="mosaic")), *arguments)
-    backward = jax.jit(functools.partial(paged_attention_vjp, implementation="mosaic"), donate_argnums=(5, 6))
+    named = {"implementation": settings.implementation}
+    forward = functools.partial(jax.jit(functools.partial(paged_attention, **named)), *arguments)
+    backward = jax.jit(functools.partial(paged_attention_vjp, **named), donate_argnums=(5, 6))
     out, lse = forward()
     step = lambda pools: backward(*arguments[:5], *pools, *arguments[5:], out, lse, d_out)
     zeros = lambda: [jnp.zeros(k_pool.shape, jnp.float32) for _ in range(2)]

@@ -273,8 +273,6 @@ def test_wrong_arguments_are_refused():
         paged_attention(*x.forward, window=Window(0, 16, jnp.zeros(k_pool.shape[1], jnp.int32)))
     with pytest.raises(NotImplementedError, match="'mosaic': queries of float32"):
         paged_attention(*x.forward, implementation="mosaic")
-    with pytest.raises(NotImplementedError, match="'triton' does not exist yet"):
-        paged_attention(*x.forward, implementation="triton")
 
 
 def test_what_the_kernels_cannot_take_is_refused_or_said_once(monkeypatch, caplog):

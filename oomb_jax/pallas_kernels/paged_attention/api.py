@@ -11,10 +11,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from oomb_jax.pallas_kernels.paged_attention import reference
 from oomb_jax.pallas_kernels.paged_attention.config import unsupported, unsupported_gradients
+from oomb_jax.pallas_kernels.paged_attention.triton_config import unsupported_triton
 from oomb_jax.shapes import iota
 
 Implementation = Literal["reference", "mosaic", "triton"]
-"""Every name that this operation will answer to. `mosaic` needs a Hopper GPU; `triton` does not exist yet."""
+"""`mosaic` needs a Hopper GPU, `triton` an NVIDIA GPU of compute capability 8.0 or higher and jax-triton."""
 
 Chunk = Float[Array, "C N H"]
 ChunkKV = Float[Array, "C M H"]
@@ -73,8 +74,8 @@ def paged_attention(
       window: a sliding window. Pages that it does not reach need not be in the table.
       sinks: a logit for each query head that joins its softmax as a key without a value, and lse with it. Its gradient
         is `sinks_gradient`.
-      implementation: `"mosaic"`, the kernels for Hopper GPUs, or `"reference"`; a name is taken at its word. None: the
-        reference, for now; on a Hopper GPU it says once why.
+      implementation: `"mosaic"`, the kernels for Hopper GPUs, `"triton"`, those for GPUs from Ampere on, or
+        `"reference"`; a name is taken at its word. None: the reference, for now; on a Hopper GPU it says once why.
 
     Returns:
       out in q's dtype, and lse in float32 (float64 for float64 queries).
@@ -91,6 +92,11 @@ def paged_attention(
         from oomb_jax.pallas_kernels.paged_attention import mosaic  # not every platform's jaxlib can import it
 
         out, lse = mosaic.forward(*arguments, **segments)
+    elif chosen == "triton":
+        _refuse("triton", unsupported_triton(q, k_new, v_new, k_pool, v_pool, window=window))
+        from oomb_jax.pallas_kernels.paged_attention import triton  # an optional package
+
+        out, lse = triton.forward(*arguments, **segments)
     else:
         out, lse = reference.forward(*arguments, **segments, window=window)
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
@@ -142,6 +148,12 @@ def paged_attention_vjp(
         from oomb_jax.pallas_kernels.paged_attention import mosaic_vjp
 
         return mosaic_vjp.backward(*arguments, **segments, rounding_key=rounding_key)
+    if chosen == "triton":
+        pools = k_pool, v_pool, dk_pool, dv_pool
+        _refuse("triton", unsupported_triton(q, k_new, v_new, *pools, window=window, rounding_key=rounding_key))
+        from oomb_jax.pallas_kernels.paged_attention import triton_vjp
+
+        return triton_vjp.backward(*arguments, **segments)
     return reference.backward(*arguments, **segments, window=window, rounding_key=rounding_key)
 
 
@@ -173,12 +185,8 @@ def _choose(implementation: Implementation | None, reason: str | None, direction
     """The implementation to use; reason: why the Mosaic kernels cannot take the input."""
     if implementation not in (None, *get_args(Implementation)):
         raise ValueError(f"implementation={implementation!r}: None, or one of {get_args(Implementation)}")
-    if implementation == "triton":
-        raise NotImplementedError("implementation='triton' does not exist yet; pass 'mosaic', 'reference' or None")
     if implementation == "mosaic":
-        reason = reason or (None if _is_hopper() else "no Hopper GPU (H100, H200)")
-        if reason:
-            raise NotImplementedError(f"implementation='mosaic': {reason}; pass 'reference' or None")
+        _refuse("mosaic", reason or (None if _is_hopper() else "no Hopper GPU (H100, H200)"))
     if implementation is not None:
         return implementation
     # The kernels were tested alone on a GPU, not yet in a whole training step: until then they are used when named.
@@ -186,6 +194,11 @@ def _choose(implementation: Implementation | None, reason: str | None, direction
         reason = reason or "implementation='mosaic' is many times faster"
         _log_once(logging.WARNING, f"paged attention {direction}: reference; {reason}")
     return "reference"
+
+
+def _refuse(implementation: Implementation, reason: str | None) -> None:
+    if reason:
+        raise NotImplementedError(f"implementation={implementation!r}: {reason}; pass 'reference' or None")
 
 
 @functools.cache

@@ -15,25 +15,25 @@ A layer is `attention_inputs(h, positions) -> q, k, v`, attention, `attention_ou
 attention and the pools and takes `jax.vjp` of the two other parts; no automatic differentiation runs through a pool.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from oomb_jax.chunk import Chunk
 from oomb_jax.config import Config
 from oomb_jax.loss import embed_gradient, head_gradient, head_losses
-from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
 from oomb_jax.parts import add, join, key_shape, layer_at, layer_count, split, zero_gradients
-from oomb_jax.pools import Pools, append, check_pools, clear_gradients, own_gradients
-from oomb_jax.selection import TopK, attention_mass, select
+from oomb_jax.placement import Group, Pages, attention, attention_vjp, groups, later_gradients, mass, pages, write
+from oomb_jax.pools import Pools, check_pools, clear_gradients
+from oomb_jax.selection import representatives
 from oomb_jax.sequence import Sequence, check_batch, cut, loss_weight, segments_ordered, top_k
 from oomb_jax.shapes import (
     Hidden,
     Keys,
     Labels,
-    Positions,
     Queries,
     Scalar,
     Segments,
@@ -42,17 +42,6 @@ from oomb_jax.shapes import (
     accumulator,
     iota,
 )
-
-SCORES: dict[str, Literal["reference", "mosaic"]] = {
-    "reference": "reference",
-    "mosaic": "mosaic",
-    "triton": "reference",  # plain JAX, which runs on every GPU
-}
-"""How pages are scored where `config.implementation` names the attention."""
-
-STOCHASTIC_CHUNKS = 64
-"""Above so many chunks a gradient pool narrower than float32 rounds stochastically: to nearest, its sums stall once a
-chunk's share falls below half a unit in the last place, 2**-9 of the sum in bfloat16."""
 
 
 def value_and_grad(
@@ -92,7 +81,8 @@ def value_and_grad(
     def one(carry: Carry, row):
         tokens, labels, segments = row
         sequence = cut(tokens, labels, segments, config)
-        pools = fill(model, clear_gradients(carry.pools), sequence, config, iota(fill_chunks(sequence, config)))
+        filling = start_filling(model, clear_gradients(carry.pools), sequence, config)
+        pools = fill(model, filling, sequence, config, iota(fill_chunks(sequence, config))).pools
         carry = Carry(pools=pools, grads=carry.grads)
         carry, losses = reverse(model, carry, sequence, weight, config, iota(sequence.chunks)[::-1])
         return carry, jnp.sum(losses)
@@ -122,12 +112,22 @@ def token_losses(
     def one(pools, row):
         tokens, labels, segments = row
         sequence = cut(tokens, labels, segments, config)
-        return evaluate(model, pools, sequence, config, iota(sequence.chunks))
+        filling = start_filling(model, pools, sequence, config)
+        filling, losses = evaluate(model, filling, sequence, config, iota(sequence.chunks))
+        return filling.pools, losses
 
     pools, losses = lax.scan(one, pools, (tokens, labels, segments))
     if segments is not None:
         losses = jnp.where(segments_ordered(segments), losses, jnp.nan)
     return losses.reshape(tokens.shape[0], -1)[:, : tokens.shape[1]].reshape(shape), pools
+
+
+class Filling(NamedTuple):
+    """What the fill pass hands on from a chunk to the next."""
+
+    pools: Pools
+    representatives: Float[Array, "L P M H"] | None
+    """What Top-K attention scores the pages by; the reverse pass does not need it."""
 
 
 class Carry(NamedTuple):
@@ -144,39 +144,40 @@ def fill_chunks(sequence: Sequence, config: Config) -> int:
     return sequence.chunks - (1 if top_k(sequence.chunks * sequence.chunk, config) is None else 0)
 
 
-def fill(model: Any, pools: Pools, sequence: Sequence, config: Config, chunks: Int[Array, " c"]) -> Pools:
+def start_filling(model: Any, pools: Pools, sequence: Sequence, config: Config) -> Filling:
+    """What the first chunk of the fill pass begins with."""
+    if top_k(sequence.chunks * sequence.chunk, config) is None:
+        return Filling(pools, None)
+    keys = key_shape(model)
+    pages = sequence.chunks * sequence.chunk // config.page
+    return Filling(pools, jnp.zeros((layer_count(model.layers), pages, *keys.shape[1:]), keys.dtype))
+
+
+def fill(model: Any, filling: Filling, sequence: Sequence, config: Config, chunks: Int[Array, " c"]) -> Filling:
     """Writes the keys and values of the given chunks, in rising order, into the pools, and with Top-K attention the
     pages that they choose. Activations are dropped, and the last layer stops at its keys and values."""
     outer, layers = split(model)
-    L = layer_count(layers)
 
-    def one(pools, c):
-        chunk = _Chunk.of(sequence, c, config)
-        h, made = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), L - 1)
-        q, k, v = layer_at(layers, L - 1).attention_inputs(h, chunk.positions)
-        table = chunk.choose(pools, L - 1, q)
-        k, v, tables, mass = _put(made, (k, v, table, chunk.mass(pools, jnp.int32(L - 1), table, q, k)), L - 1)
-        pools = append(pools, chunk.first_page, k, v)
-        if chunk.top_k is not None:
-            pools = pools._replace(selection=_put(pools.selection, tables, c), mass=mass)
-        return pools, None
+    def one(filling, c):
+        chunk = Chunk.of(sequence, c, config)
+        return _layers_forward(layers, chunk, filling, outer.embed(sequence.tokens[c]), last_output=False)[1], None
 
     with jax.named_scope("fill"):
-        return lax.scan(one, pools, chunks)[0]
+        return lax.scan(one, filling, chunks)[0]
 
 
 def evaluate(
-    model: Any, pools: Pools, sequence: Sequence, config: Config, chunks: Int[Array, " c"]
-) -> tuple[Pools, Float[Array, "c C"]]:
+    model: Any, filling: Filling, sequence: Sequence, config: Config, chunks: Int[Array, " c"]
+) -> tuple[Filling, Float[Array, "c C"]]:
     """Fills the pools with the given chunks, in rising order, and returns the losses of their tokens."""
     outer, layers = split(model)
 
-    def one(pools, c):
-        chunk = _Chunk.of(sequence, c, config)
-        h, (k, v, *_) = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), layer_count(layers))
-        return append(pools, chunk.first_page, k, v), head_losses(outer, h, sequence.labels[c])
+    def one(filling, c):
+        chunk = Chunk.of(sequence, c, config)
+        h, filling = _layers_forward(layers, chunk, filling, outer.embed(sequence.tokens[c]), last_output=True)
+        return filling, head_losses(outer, h, sequence.labels[c])
 
-    return lax.scan(one, pools, chunks)
+    return lax.scan(one, filling, chunks)
 
 
 def reverse(
@@ -199,7 +200,7 @@ def reverse(
     outer, layers = split(model)
 
     def one(carry: Carry, c):
-        chunk = _Chunk.of(sequence, c, config)
+        chunk = Chunk.of(sequence, c, config)
         outer_grads, layer_grads = split(carry.grads)
         with jax.named_scope("recompute"):
             h, saved = _layers_recompute(layers, chunk, carry.pools, outer.embed(sequence.tokens[c]))
@@ -211,102 +212,6 @@ def reverse(
         return Carry(pools=pools, grads=join(outer_grads, layer_grads)), loss
 
     return lax.scan(one, carry, chunks)
-
-
-class _Chunk(NamedTuple):
-    """Where a chunk stands, and what it attends to."""
-
-    config: Config
-    top_k: TopK | None
-    """None where all earlier pages are attended to."""
-    number: Int[Array, ""]
-    first_page: Int[Array, ""]
-    pages: int
-    """Of the sequence."""
-    length: int
-    """C, tokens."""
-    tokens: Int[Array, ""]
-    """Those that are no padding."""
-    positions: Positions
-    last: Bool[Array, ""]
-    """Whether it is the last of the sequence."""
-    rounding: jax.Array | None
-    segments: dict[str, Any]
-
-    @classmethod
-    def of(cls, sequence: Sequence, c, config: Config) -> "_Chunk":
-        C, T = sequence.chunk, sequence.chunks * sequence.chunk
-        segments = {}
-        if sequence.segments is not None:
-            by_page = sequence.segments.reshape(-1, config.page)
-            segments = {"q_segments": sequence.segments[c], "pool_segments": by_page}
-        return cls(
-            config=config,
-            top_k=top_k(T, config),
-            number=c,
-            first_page=c * (C // config.page),
-            pages=T // config.page,
-            length=C,
-            tokens=jnp.clip(sequence.length - c * C, 0, C),
-            positions=sequence.positions(c),
-            last=c == sequence.chunks - 1,
-            rounding=jax.random.fold_in(jax.random.key(0), c) if sequence.chunks > STOCHASTIC_CHUNKS else None,
-            segments=segments,
-        )
-
-    def choose(self, pools: Pools, l, q: Queries) -> Int[Array, "R *M K"]:
-        """The pages that the queries of layer l attend to: a row for each query page, or one for all."""
-        if self.top_k is None:
-            return self._all_pages()
-        assert pools.representatives is not None  # check_pools
-        return select(
-            self.top_k,
-            q,
-            pools.representatives[l, : self.pages],
-            self.first_page,
-            page=self.config.page,
-            tokens=self.tokens,
-            implementation=None if self.config.implementation is None else SCORES[self.config.implementation],
-            **self.segments,
-        )
-
-    def chosen(self, pools: Pools, l) -> Int[Array, "R *M K"]:
-        """What `choose` returned in the fill pass."""
-        if self.top_k is None:
-            return self._all_pages()
-        assert pools.selection is not None  # check_pools
-        return pools.selection[self.number, l]
-
-    def mass(self, pools: Pools, l, table, q: Queries, k: Keys) -> Float[Array, "2"] | None:
-        """See `Pools.mass`; of the first and the middle query page of the last chunk, and 0 of others."""
-        if self.top_k is None or pools.mass is None:
-            return None
-        dtype, sample = pools.mass.dtype, iota(2) * (table.shape[0] // 2)
-        measure = lambda: jnp.stack(attention_mass(q, k, pools.k, l, self.first_page, table, sample, **self.segments))
-        return lax.cond(self.last, measure, lambda: jnp.zeros(2, dtype))
-
-    def _all_pages(self) -> Int[Array, "1 K"]:
-        ids = iota(self.pages)
-        return jnp.where(ids < self.first_page, ids, -1)[None]
-
-    def attention(self, pools: Pools, l, table, q: Queries, k: Keys, v: Values):
-        """out and lse."""
-        implementation = self.config.implementation
-        return paged_attention(q, k, v, pools.k, pools.v, l, table, implementation=implementation, **self.segments)
-
-    def attention_vjp(self, pools: Pools, l, table, q: Queries, k: Keys, v: Values, o: Queries, lse, do: Queries):
-        """(dq, dk, dv) of the chunk, complete with what later chunks left in the pools, and the pools."""
-        dq, dk, dv, dk_pool, dv_pool = paged_attention_vjp(
-            *(q, k, v, pools.k, pools.v, pools.dk, pools.dv, l, table, o, lse, do),
-            rounding_key=None if self.rounding is None else jax.random.fold_in(self.rounding, l),
-            implementation=self.config.implementation,
-            **self.segments,
-        )
-        pools = pools._replace(dk=dk_pool, dv=dv_pool)
-        # Read from the updated pools: a read of the old ones after the update would make XLA keep a copy of them.
-        later_dk, later_dv = own_gradients(pools, l, self.first_page, self.length // self.config.page)
-        total = lambda own, later: (own + later.astype(own.dtype)).astype(k.dtype)
-        return (dq, total(dk, later_dk), total(dv, later_dv)), pools
 
 
 class _Saved(NamedTuple):
@@ -324,60 +229,130 @@ class _Saved(NamedTuple):
     output_vjp: Any
 
 
-def _layers_forward(layers: Any, chunk: _Chunk, pools: Pools, h: Hidden, L: int):
-    """The first L layers: their result, and of all layers keys and values [layers, C, M, H], chosen pages and their
-    mass, those of further layers 0."""
+def _layers_forward(layers: Any, chunk: Chunk, filling: Filling, h: Hidden, *, last_output: bool):
+    """All layers: their result, and the pools with the chunk's keys, values and choices.
 
-    def inputs(h, l):
+    The layers are looped over by an index that is carried: a scan over some of them would copy their weights.
+    """
+
+    def inputs(group, l, h, filling):
+        """Queries, keys, values and the table of a layer, and what is kept of its choice."""
         q, k, v = layer_at(layers, l).attention_inputs(h, chunk.positions)
-        table = chunk.choose(pools, l, q)
-        return q, (k, v, table, chunk.mass(pools, l, table, q, k))
+        means = filling.representatives
+        table = chunk.choose(None if means is None else means[l], q)
+        if means is not None:
+            own, zero = representatives(k, chunk.config.page)[None], jnp.int32(0)
+            filling = filling._replace(
+                representatives=lax.dynamic_update_slice(means, own, (l, chunk.first_page, zero, zero))
+            )
+        pools = filling.pools
+        if chunk.top_k is not None and pools.selection is not None:
+            pools = pools._replace(
+                selection=pools.selection.at[chunk.number, l].set(table),
+                mass=pools.mass.at[l].set(mass(pools, group, l, chunk, table, q, k)),
+            )
+        return (q, k, v), table, filling._replace(pools=pools)
 
-    def body(l, carry):
-        h, made = carry
-        q, more = inputs(h, l)
-        k, v, table, _ = more
-        o, _ = chunk.attention(pools, l, table, q, k, v)
-        return layer_at(layers, l).attention_output(h, o), _put(made, more, l)
+    def body(group, carry):
+        l, h, filling = carry
+        (q, k, v), table, filling = inputs(group, l, h, filling)
+        o, _ = attention(chunk, pages(filling.pools, group, l, table), q, k, v)
+        h = layer_at(layers, l).attention_output(h, o)
+        # Written when the kernel has read: else XLA would keep a copy of the pools for it.
+        k, v, h = lax.optimization_barrier((k, v, h))
+        return l + 1, h, filling._replace(pools=write(filling.pools, group, l, chunk, k, v))
 
-    shapes = jax.eval_shape(lambda h: inputs(h, jnp.int32(0))[1], h)
-    empty = jax.tree.map(lambda x: jnp.zeros((layer_count(layers), *x.shape), x.dtype), shapes)
-    # A loop over an index: a scan over the first L layers would copy their weights.
-    return lax.fori_loop(0, L, body, (h, empty))
+    found = groups(filling.pools)
+    l = jnp.int32(0)
+    for group in found:
+        layers_here = group.stop - group.start - (group is found[-1] and not last_output)
+        step = lambda carry, _, group=group: (body(group, carry), None)
+        (l, h, filling), _ = lax.scan(step, (l, h, filling), None, length=layers_here)
+    if not last_output:
+        (_, k, v), _, filling = inputs(found[-1], l, h, filling)
+        filling = filling._replace(pools=write(filling.pools, found[-1], l, chunk, k, v))
+    return h, filling
 
 
-def _layers_recompute(layers: Any, chunk: _Chunk, pools: Pools, h: Hidden) -> tuple[Hidden, _Saved]:
-    """All layers again, keeping for the backward pass what `config.remat` says."""
+def _layers_recompute(layers: Any, chunk: Chunk, pools: Pools, h: Hidden) -> tuple[Hidden, list[_Saved]]:
+    """All layers again, keeping for the backward pass what `config.remat` says, a stack for each group of layers."""
     remat = _remat(chunk.config)
 
-    def body(h, x):
-        l, layer = x
+    def body(group, carry):
+        l, h, ahead = carry
+        layer = layer_at(layers, l)
+        here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, 1)
         inputs = remat(lambda layer, h: layer.attention_inputs(h, chunk.positions))
         (q, k, v), inputs_vjp = jax.vjp(inputs, layer, h, saveable_args=False)
-        o, lse = chunk.attention(pools, l, chunk.chosen(pools, l), q, k, v)
+        o, lse = attention(chunk, here, q, k, v)
         output = remat(lambda layer, h, o: layer.attention_output(h, o))
         result, output_vjp = jax.vjp(output, layer, h, o, saveable_args=False)
+        if ahead is not None:  # the fetch may take as long as the layer computes
+            result, ahead = lax.optimization_barrier((result, ahead))
         # Without the barrier XLA fuses a kernel with the write of its result into the stack, and where that result has
         # another use runs the kernel a second time for it.
-        return result, lax.optimization_barrier(_Saved(h, inputs_vjp, q, k, v, o, lse, output_vjp))
+        return (l + 1, result, ahead), lax.optimization_barrier(_Saved(h, inputs_vjp, q, k, v, o, lse, output_vjp))
 
-    return lax.scan(body, h, (iota(layer_count(layers)), layers))
+    saved = []
+    for group in groups(pools):
+        ahead = _first_ahead(pools, group, chunk, group.start)
+        step = lambda carry, _, group=group: body(group, carry)
+        carry = jnp.int32(group.start), h, ahead
+        (_, h, _), stack = lax.scan(step, carry, None, length=group.stop - group.start)
+        saved.append(stack)
+    return h, saved
 
 
-def _layers_backward(layers: Any, chunk: _Chunk, pools: Pools, dh: Hidden, saved: _Saved, grads: Any):
+def _layers_backward(layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, saved: list[_Saved], grads: Any):
     """Back through all layers: the gradient of the chunk's embeddings, the pools, the layers' gradients."""
 
-    def body(carry, x):
-        dh, pools, grads = carry
-        l, layer, s = x
+    def body(group, carry, s):
+        l, dh, pools, grads, ahead = carry
+        layer = layer_at(layers, l)
+        here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, -1)
         d_output, dh, do = s.output_vjp.replace(args_res=[layer, s.h, s.o])(dh)
-        d_qkv, pools = chunk.attention_vjp(pools, l, chunk.chosen(pools, l), s.q, s.k, s.v, s.o, s.lse, do)
-        d_inputs, more_dh = s.inputs_vjp.replace(args_res=[layer, s.h])(d_qkv)
+        if group.on_host:
+            # Read before the update, of other pages; the barrier keeps XLA from copying the pool for it.
+            later, do, ahead = lax.optimization_barrier((later_gradients(pools, group, l, chunk), do, ahead))
+            dq, own, pools = attention_vjp(pools, group, l, chunk, here, (s.q, s.k, s.v, s.o, s.lse), do)
+        else:
+            dq, own, pools = attention_vjp(pools, group, l, chunk, here, (s.q, s.k, s.v, s.o, s.lse), do)
+            # Read from the updated pools: a read of the old ones after the update would make XLA keep a copy of them.
+            later = later_gradients(pools, group, l, chunk)
+        dk, dv = ((a + b.astype(a.dtype)).astype(s.k.dtype) for a, b in zip(own, later, strict=True))
+        d_inputs, more_dh = s.inputs_vjp.replace(args_res=[layer, s.h])((dq, dk, dv))
         total = add(add(layer_at(grads, l), d_output), d_inputs)
-        return (dh + more_dh, pools, _put(grads, total, l)), None
+        return l - 1, dh + more_dh, pools, _put(grads, total, l), ahead
 
-    xs = (iota(layer_count(layers)), layers, saved)
-    return lax.scan(body, (dh, pools, grads), xs, reverse=True)[0]
+    for group, stack in reversed(list(zip(groups(pools), saved, strict=True))):
+        last = group.stop - 1
+        carry = jnp.int32(last), dh, pools, grads, _first_ahead(pools, group, chunk, last)
+        step = lambda carry, s, group=group: (body(group, carry, s), None)
+        _, dh, pools, grads, _ = lax.scan(step, carry, stack, reverse=True)[0]
+    return dh, pools, grads
+
+
+def _first_ahead(pools: Pools, group: Group, chunk: Chunk, l: int) -> Pages | None:
+    """The pages of the first layer of a loop where they must be fetched; None where they are at hand."""
+    return pages(pools, group, jnp.int32(l), _chosen(pools, chunk, l)) if group.on_host else None
+
+
+def _here_and_ahead(pools: Pools, group: Group, chunk: Chunk, l, ahead: Pages | None, step: int):
+    """The pages of layer l, and those of the next one, which are fetched while l computes."""
+    if ahead is None:
+        return pages(pools, group, l, _chosen(pools, chunk, l)), None
+    following = jnp.clip(l + step, group.start, group.stop - 1)
+    # Beyond the end there is nothing to fetch.
+    table = jnp.where(following == l, -1, _chosen(pools, chunk, following))
+    return ahead, pages(pools, group, following, table)
+
+
+def _chosen(pools: Pools, chunk: Chunk, l) -> Int[Array, "R *M K"]:
+    """The pages that the chunk attends to in layer l, chosen in the fill pass."""
+    if chunk.top_k is None:
+        return chunk.all_pages()
+    assert pools.selection is not None  # check_pools
+    return pools.selection[chunk.number, l]
 
 
 def _put(stack: Any, layer: Any, l: Int[Array, ""] | int) -> Any:

@@ -49,6 +49,10 @@ class Config:
     kv_grad_dtype: DTypeLike | None = None
     """dtype of the key and value gradient pools; not float16. None: float32 (float64 for a float64 model)."""
 
+    hbm_layers: int | None = None
+    """Layers, from the first, whose pools stay in the GPU's memory; those of the others are in pinned host memory.
+    None: all layers."""
+
     implementation: Implementation | None = None
     """Which attention runs: `"mosaic"`, the kernels for Hopper GPUs, or `"reference"`. A named one never falls back.
     None: the reference, until a whole step was measured with the kernels."""
@@ -63,6 +67,8 @@ class Config:
             )
         if not isinstance(self.attention, Attention):
             raise ValueError(f"attention={self.attention!r}: Dense() or TopK()")
+        if self.hbm_layers is not None and self.hbm_layers < 0:
+            raise ValueError(f"hbm_layers={self.hbm_layers}: at least 0")
         if self.remat not in ("none", "dots", "full"):
             raise ValueError(f"remat={self.remat!r}: one of 'none', 'dots', 'full'")
         if self.implementation not in (None, *get_args(Implementation)):

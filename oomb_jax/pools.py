@@ -1,45 +1,58 @@
 """The key/value pools and their gradient pools: made once, passed through every step, updated in place by donation."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from oomb_jax.config import Config
 from oomb_jax.parts import key_shape, layer_count
-from oomb_jax.selection import representatives
 from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.shapes import Pool, accumulator
 
 
-class Pools(NamedTuple):
-    """Keys, values and their gradients of every layer and page. The content before a step does not matter: a step
-    overwrites or clears whatever it reads."""
+class LayerPools(NamedTuple):
+    """Keys, values and their gradients of every page of some layers."""
 
     k: Pool
     v: Pool
     dk: Pool
     dv: Pool
-    representatives: Float[Array, "L P M H"] | None = None
-    """What Top-K attention scores pages by."""
+    touched: Bool[Array, "layers P"] | None = None
+    """In host memory: which gradient pages were written in this step; the others hold anything and count as 0."""
+
+
+class Pools(NamedTuple):
+    """The pools of all layers. The content before a step does not matter: a step overwrites or clears what it reads."""
+
+    hbm: LayerPools | None
+    """Of the first layers, in the memory of the device."""
+    host: LayerPools | None
+    """Of the others, in pinned host memory."""
     selection: Int[Array, "n L R *M K"] | None = None
-    """The pages that each chunk, layer and query page chose."""
+    """The pages that each chunk, layer and query page chose, with Top-K attention."""
     mass: Float[Array, "L 2"] | None = None
     """Of some queries of the last chunk, the probability that dense attention would give to the chosen pages, and to
     all earlier ones."""
 
     @property
+    def any_layers(self) -> LayerPools:
+        """Pools of some layers: all have the same pages."""
+        layers = self.hbm or self.host
+        assert layers is not None
+        return layers
+
+    @property
     def pages(self) -> int:
         """P, pages of a layer."""
-        return self.k.shape[1]
+        return self.any_layers.k.shape[1]
 
     @property
     def page(self) -> int:
         """S, tokens in a page."""
-        return self.k.shape[3]
+        return self.any_layers.k.shape[3]
 
 
 def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True) -> Pools:
@@ -48,53 +61,75 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
     Args:
       model: a model as `oomb_jax.models` makes it, or its `jax.eval_shape`: only shapes are read.
       ctx: tokens of the longest sequence, rounded up to whole chunks.
-      config: `page`, `chunk`, `kv_dtype` and `kv_grad_dtype` matter.
+      config: `page`, `chunk`, `attention`, `kv_dtype`, `kv_grad_dtype` and `hbm_layers` matter.
       gradients: False leaves out what only a reverse pass needs: the gradient pools have no pages, and no selection is
         kept. For `token_losses`.
 
     Returns:
-      Pools of 2·L·P·M·S·H elements of `kv_dtype`, and as many of `kv_grad_dtype`. For Top-K attention, L·P·M·H elements
-      of the model's dtype and P/S·L·K int32 more.
+      Pools of 2·L·P·M·S·H elements of `kv_dtype`, and as many of `kv_grad_dtype`. For Top-K attention P/S·L·K int32
+      more. Those in host memory are not initialised.
 
     Raises:
-      ValueError: ctx is below 1.
+      ValueError: ctx is below 1, or the model has fewer layers than `hbm_layers`.
     """
     if ctx < 1:
         raise ValueError(f"ctx={ctx}: a sequence has at least one token")
-    keys = key_shape(model)
+    keys, L = key_shape(model), layer_count(model.layers)
     _, M, H = keys.shape
     P = chunk_count(ctx, config) * chunk_length(ctx, config) // config.page
-    pool = lambda pages, dtype: jnp.zeros((layer_count(model.layers), pages, M, config.page, H), dtype)
-    kv = functools.partial(pool, P, config.kv_dtype or keys.dtype)
-    gradient = functools.partial(pool, P if gradients else 0, config.kv_grad_dtype or accumulator(keys.dtype))
-    pools = Pools(k=kv(), v=kv(), dk=gradient(), dv=gradient())
+    resident = L if config.hbm_layers is None else config.hbm_layers
+    if resident > L:
+        raise ValueError(f"hbm_layers={resident}: the model has {L}; None keeps the pools of all in the GPU's memory")
+
+    def pools_of(layers: int, make) -> LayerPools | None:
+        pool = lambda pages, dtype: make((layers, pages, M, config.page, H), dtype)
+        kv = lambda: pool(P, config.kv_dtype or keys.dtype)
+        gradient = lambda: pool(P if gradients else 0, config.kv_grad_dtype or accumulator(keys.dtype))
+        return LayerPools(k=kv(), v=kv(), dk=gradient(), dv=gradient()) if layers else None
+
+    pools = Pools(hbm=pools_of(resident, jnp.zeros), host=pools_of(L - resident, _host_array))
+    if pools.host is not None:
+        touched = jnp.zeros((L - resident, P if gradients else 0), bool)
+        pools = pools._replace(host=pools.host._replace(touched=touched))
     attention = top_k(ctx, config)
-    if attention is None:
+    if attention is None or not gradients:
         return pools
-    L, rows = layer_count(model.layers), config.chunk // config.page
+    rows = config.chunk // config.page
     heads = (M,) if attention.scope == "kv_head" else ()
-    pools = pools._replace(representatives=jnp.zeros((L, P, M, H), keys.dtype))
-    if not gradients:
-        return pools
     return pools._replace(
         selection=jnp.zeros((P // rows, L, rows, *heads, attention.pages), jnp.int32),
         mass=jnp.zeros((L, 2), accumulator(keys.dtype)),
     )
 
 
+def _host_array(shape: tuple[int, ...], dtype: Any) -> Array:
+    """An array in pinned host memory, without passing through the GPU's. On a CPU there is one memory."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    if device.platform == "cpu":
+        return jnp.zeros(shape, dtype)
+    host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    return jax.jit(lambda: lax.empty(shape, dtype), out_shardings=host)()
+
+
 def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False) -> None:
     """Raises ValueError where the pools were not made for sequences of T tokens with these settings."""
     if pools.page != config.page:
         raise ValueError(f"the pools have pages of {pools.page} tokens, config.page={config.page}: make them with it")
+    resident = 0 if pools.hbm is None else pools.hbm.k.shape[0]
+    if resident != config.hbm_layers and not (config.hbm_layers is None and pools.host is None):
+        raise ValueError(
+            f"the pools of {resident} layers are in the GPU's memory, config.hbm_layers={config.hbm_layers}; "
+            f"make them with create_pools(model, {T}, config)"
+        )
     attention = top_k(T, config)
-    if attention is not None:
-        selection = pools.selection if gradients else pools.representatives
-        if selection is None or (gradients and selection.shape[-1] != attention.pages):
-            raise ValueError(
-                f"the pools were not made for {attention}; make them with create_pools(model, {T}, config)"
-            )
+    if (
+        gradients
+        and attention is not None
+        and (pools.selection is None or pools.selection.shape[-1] != attention.pages)
+    ):
+        raise ValueError(f"pools not made for {attention}: make them with create_pools(model, {T}, config)")
     needed = chunk_count(T, config) * chunk_length(T, config) // config.page
-    pages = min(pools.pages, pools.dk.shape[1]) if gradients else pools.pages
+    pages = min(pools.pages, pools.any_layers.dk.shape[1]) if gradients else pools.pages
     if needed > pages:
         kind = "gradient pools" if pages < pools.pages else "pools"
         raise ValueError(
@@ -103,35 +138,11 @@ def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False
         )
 
 
-def append(pools: Pools, first: Int[Array, ""], k: Float[Array, "L C M H"], v: Float[Array, "L C M H"]) -> Pools:
-    """Writes the keys and values of whole pages, of every layer, from page `first` on, and what represents them."""
-
-    def put(pool, own):
-        L, C, M, H = own.shape
-        pages = own.reshape(L, C // pools.page, pools.page, M, H).swapaxes(2, 3)
-        return lax.dynamic_update_slice_in_dim(pool, pages.astype(pool.dtype), first, axis=1)
-
-    pools = pools._replace(k=put(pools.k, k), v=put(pools.v, v))
-    if pools.representatives is None:
-        return pools
-    means = jax.vmap(lambda k: representatives(k, pools.page))(k).astype(pools.representatives.dtype)
-    return pools._replace(representatives=lax.dynamic_update_slice_in_dim(pools.representatives, means, first, axis=1))
-
-
-def own_gradients(
-    pools: Pools, layer: Int[Array, ""], first: Int[Array, ""], pages: int
-) -> tuple[Float[Array, "C M H"], Float[Array, "C M H"]]:
-    """What later chunks have added to the gradients of `pages` pages of a layer from page `first` on."""
-
-    def read(pool):
-        _, _, M, S, H = pool.shape
-        zero = jnp.int32(0)
-        own = lax.dynamic_slice(pool, (layer, first, zero, zero, zero), (1, pages, M, S, H))
-        return own[0].swapaxes(1, 2).reshape(pages * S, M, H)
-
-    return read(pools.dk), read(pools.dv)
-
-
 def clear_gradients(pools: Pools) -> Pools:
     """The pools with gradients 0."""
-    return pools._replace(dk=jnp.zeros_like(pools.dk), dv=jnp.zeros_like(pools.dv))
+    hbm, host = pools.hbm, pools.host
+    if hbm is not None:
+        hbm = hbm._replace(dk=jnp.zeros_like(hbm.dk), dv=jnp.zeros_like(hbm.dv))
+    if host is not None and host.touched is not None:
+        host = host._replace(touched=jnp.zeros_like(host.touched))
+    return pools._replace(hbm=hbm, host=host)

@@ -16,6 +16,7 @@ All functions are pure, have static shapes, and serve one layer. -1 stands for "
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -24,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from oomb_jax.pallas_kernels.page_score import Implementation, page_scores
-from oomb_jax.shapes import Keys, Queries, accumulator, divisor, iota
+from oomb_jax.shapes import Keys, Pool, Queries, accumulator, divisor, iota
 
 Rule = Literal["mean"]
 Scope = Literal["all_heads", "kv_head"]
@@ -220,7 +221,7 @@ def attention_share(selection: Int[Array, "n L R *M K"], page: int) -> Float[Arr
 def attention_mass(
     q: Queries,
     k_new: Keys,
-    k_pool: Float[Array, "L P M S H"],
+    k_pool: Pool,
     layer: Int[Array, ""],
     first_page: Int[Array, ""],
     table: Int[Array, "R *M K"],
@@ -228,6 +229,7 @@ def attention_mass(
     *,
     q_segments: Int[Array, " C"] | None = None,
     pool_segments: Int[Array, "pages S"] | None = None,
+    fetch: Callable[[Pool, Int[Array, ""], Int[Array, " u"]], Float[Array, "u M S H"]] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Dense attention probability that lies on the chosen pages, and on all pages before the chunk.
 
@@ -242,6 +244,7 @@ def attention_mass(
       table: what `select` returned.
       sample: indices of the query pages to look at.
       q_segments, pool_segments: as for `select`.
+      fetch: `fetch(k_pool, layer, ids)` reads pages, where indexing cannot.
     """
     C, N, H = q.shape
     _, P, M, S, _ = k_pool.shape
@@ -264,7 +267,11 @@ def attention_mass(
     def block(j, carry):
         chosen, earlier = carry
         pages = j * width + iota(width)
-        keys = k_pool[layer, pages].swapaxes(1, 2).reshape(width * S, M, H)
+        keys = (
+            (k_pool[layer, pages] if fetch is None else fetch(k_pool, layer, pages))
+            .swapaxes(1, 2)
+            .reshape(width * S, M, H)
+        )
         ids = None if pool_segments is None else pool_segments[pages].reshape(-1)
         before = jnp.broadcast_to(jnp.repeat(pages < first_page, S), (len(sample), S, width * S))
         more = lse(keys, ids, before)

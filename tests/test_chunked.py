@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import oomb_jax
-from oomb_jax.chunked import STOCHASTIC_CHUNKS
+from oomb_jax.chunk import STOCHASTIC_CHUNKS
 from oomb_jax.config import Remat
 from oomb_jax.sequence import check_batch, segment_positions
 from tests.gradients import gradient_error, poison, random_batch, random_model
@@ -32,7 +32,9 @@ def untyped():
 def random_config(rng, **settings):
     page = int(rng.choice([8, 16]))
     remat = REMATS[int(rng.integers(3))]
-    return oomb_jax.Config(page=page, chunk=page * int(rng.integers(1, 6)), remat=remat, **settings)
+    hbm_layers = [None, None, 0, 1][int(rng.integers(4))]  # every model has at least one
+    chunk = page * int(rng.integers(1, 6))
+    return oomb_jax.Config(page=page, chunk=chunk, remat=remat, hbm_layers=hbm_layers, **settings)
 
 
 def random_problem(seed, dtype):
@@ -147,7 +149,7 @@ def test_many_chunks_round_stochastically(monkeypatch):
     config = oomb_jax.Config(page=8, chunk=8, kv_grad_dtype="bfloat16")
 
     def grads(most):
-        monkeypatch.setattr("oomb_jax.chunked.STOCHASTIC_CHUNKS", most)
+        monkeypatch.setattr("oomb_jax.chunk.STOCHASTIC_CHUNKS", most)
         pools = oomb_jax.create_pools(model, 40, config)
         return oomb_jax.value_and_grad(model, pools, batch.tokens, batch.labels, config)[1]
 

@@ -42,7 +42,11 @@ def random_problem(seed):
         scaled=bool(rng.integers(2)),
     )
     config = oomb_jax.Config(
-        page=8, chunk=8 * int(rng.integers(1, 5)), attention=attention, remat=("none", "dots", "full")[seed % 3]
+        page=8,
+        chunk=8 * int(rng.integers(1, 5)),
+        attention=attention,
+        remat=("none", "dots", "full")[seed % 3],
+        hbm_layers=[None, 0, 1][int(rng.integers(3))],
     )
     return Problem(model, batch.tokens, batch.labels, batch.segments, config)
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from oomb_jax.chunked import Carry, evaluate, fill, fill_chunks, reverse
+from oomb_jax.chunked import Carry, evaluate, fill, fill_chunks, reverse, start_filling
 from oomb_jax.compiler import COMPILER_OPTIONS
 from oomb_jax.config import Config
 from oomb_jax.parts import key_shape, zero_gradients
@@ -76,12 +76,13 @@ class Step:
         losses = []
         for b in range(sequences):
             sequence = self._cut(batch, b)
-            pools = self.pieces["begin"](pools)
             with _Window(report, b) as window:
-                for c in range(fill := fill_chunks(sequence, self.config)):
-                    pools, done = self.pieces["fill"](model, pools, sequence, _index(c))
-                    window.add("fill", c + 1, fill, done)
-                carry, shares = Carry(pools=pools, grads=grads), []
+                filling = self.pieces["begin"](pools)
+                for c in range(total := fill_chunks(sequence, self.config)):
+                    filling, done = self.pieces["fill"](model, filling, sequence, _index(c))
+                    window.add("fill", c + 1, total, done)
+                carry, shares = Carry(pools=filling.pools, grads=grads), []
+                del filling  # what only the fill pass needs makes room for the reverse pass
                 for c in reversed(range(sequence.chunks)):
                     carry, loss = self.pieces["reverse"](model, carry, sequence, weight, _index(c))
                     window.add("reverse", sequence.chunks - c, sequence.chunks, loss)
@@ -115,8 +116,8 @@ class Evaluation:
     @functools.cached_property
     def _chunk(self):
         @functools.partial(jax.jit, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
-        def piece(model, pools, sequence, c):
-            return evaluate(model, pools, sequence, self.config, c)
+        def piece(model, filling, sequence, c):
+            return evaluate(model, filling, sequence, self.config, c)
 
         return piece
 
@@ -126,12 +127,13 @@ class Evaluation:
         for b, (tokens, labels) in enumerate(zip(batch.tokens, batch.labels, strict=True)):
             segments = None if batch.segments is None else batch.segments[b]
             sequence = jax.jit(cut, static_argnames="config")(tokens, labels, segments, self.config)
-            parts = []
+            parts, filling = [], start_filling(model, pools, sequence, self.config)
             with _Window(report, b) as window:
                 for c in range(sequence.chunks):
-                    pools, losses = self._chunk(model, pools, sequence, _index(c))
+                    filling, losses = self._chunk(model, filling, sequence, _index(c))
                     window.add("evaluate", c + 1, sequence.chunks, losses)
                     parts.append(losses)
+            pools = filling.pools
             rows.append(np.concatenate([x.reshape(-1) for x in jax.device_get(parts)])[: len(tokens)])
         return np.stack(rows), pools
 
@@ -156,8 +158,11 @@ def compile_step(
     weight = jax.ShapeDtypeStruct((), dtype)
     chunk = jax.ShapeDtypeStruct((1,), jnp.int32)
 
-    def fill_one(model, pools, sequence, c):
-        return fill(model, pools, sequence, config, c), c + 1
+    def begin(pools):
+        return start_filling(model, clear_gradients(pools), sequence, config)
+
+    def fill_one(model, filling, sequence, c):
+        return fill(model, filling, sequence, config, c), c + 1
 
     def reverse_one(model, carry, sequence, weight, c):
         return reverse(model, carry, sequence, weight, config, c)
@@ -166,12 +171,13 @@ def compile_step(
         return jax.jit(f, compiler_options=COMPILER_OPTIONS, **options).lower(*arguments).compile()
 
     carry = Carry(pools=pools, grads=grads)
+    filling = jax.eval_shape(begin, pools)
     pieces = {
         "weight": piece(functools.partial(loss_weight, dtype=dtype), labels),
         "cut": piece(functools.partial(cut, config=config), row, row, segments),
         "zero": piece(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)),
-        "begin": piece(clear_gradients, pools, donate_argnums=0),
-        "fill": piece(fill_one, model, pools, sequence, chunk, donate_argnums=1),
+        "begin": piece(begin, pools, donate_argnums=0),
+        "fill": piece(fill_one, model, filling, sequence, chunk, donate_argnums=1),
         "reverse": piece(reverse_one, model, carry, sequence, weight, chunk, donate_argnums=1),
         # With float32 masters the old model is not read; kept all the same, its memory becomes the new one's.
         "update": piece(optimizer.update, model, grads, state, donate_argnums=(0, 2), keep_unused=True),

@@ -1,0 +1,166 @@
+"""Where the pools of a layer lie, and how the kernels get at their pages.
+
+Pools in HBM are read and added to where they are. Of pools in host memory only the pages that a chunk attends to are
+fetched, each into a slot of a buffer in HBM; the kernels work on the buffer, and what they add to its gradients is then
+added to the pages on the host. Both give the same bits.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from oomb_jax.chunk import Chunk
+from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, store_pages
+from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
+from oomb_jax.pools import LayerPools, Pools
+from oomb_jax.selection import attention_mass, stage
+from oomb_jax.shapes import Keys, Pool, Queries, Values, accumulator, iota
+
+Table = Int[Array, "R *M K"]
+
+
+class Pages(NamedTuple):
+    """The earlier pages that a chunk attends to in one layer, as the kernels read them."""
+
+    k: Pool
+    v: Pool
+    layer: Int[Array, ""]
+    """Where in the two."""
+    table: Table
+    """The pages of each query page among theirs, -1 where there is none."""
+    ids: Int[Array, " U"] | None
+    """The page of the sequence that each of them is, -1 for none. None: they are numbered as in the sequence."""
+
+    def segments(self, chunk: Chunk) -> dict[str, Any]:
+        """The document ids that the kernels take."""
+        if self.ids is None or not chunk.segments:
+            return chunk.segments
+        return chunk.segments | {"pool_segments": chunk.segments["pool_segments"][jnp.maximum(self.ids, 0)]}
+
+
+class KeyGradients(NamedTuple):
+    """Gradients of a chunk's own keys and values in a layer."""
+
+    dk: Float[Array, "C M H"]
+    dv: Float[Array, "C M H"]
+
+
+class Group(NamedTuple):
+    """A contiguous group of layers whose pools lie in the same memory. Layers are numbered as in the model."""
+
+    memory: Literal["hbm", "host"]
+    start: int
+    stop: int
+
+    @property
+    def on_host(self) -> bool:
+        """Whether pages must be fetched."""
+        return self.memory == "host"
+
+    def held(self, pools: Pools) -> LayerPools:
+        """The pools of its layers."""
+        return getattr(pools, self.memory)
+
+    def update(self, pools: Pools, **arrays: Array) -> Pools:
+        """`pools` with some arrays of its layers replaced."""
+        return pools._replace(**{self.memory: self.held(pools)._replace(**arrays)})
+
+
+def groups(pools: Pools) -> list[Group]:
+    """The groups of layers, from the first layer on."""
+    resident = 0 if pools.hbm is None else pools.hbm.k.shape[0]
+    offloaded = 0 if pools.host is None else pools.host.k.shape[0]
+    both = Group("hbm", 0, resident), Group("host", resident, resident + offloaded)
+    return [group for group in both if group.start < group.stop]
+
+
+def pages(pools: Pools, group: Group, l: Int[Array, ""], table: Table) -> Pages:
+    """The pages of a table, fetched if they are on the host."""
+    held, layer = group.held(pools), l - group.start
+    if not group.on_host:
+        return Pages(held.k, held.v, layer, table, None)
+    slots = stage(table, held.k.shape[1])
+    k, v = (fetch_pages(pool, layer, slots.pages)[None] for pool in (held.k, held.v))
+    return Pages(k, v, jnp.int32(0), slots.table, slots.pages)
+
+
+def write(pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk, k: Keys, v: Values) -> Pools:
+    """Writes the chunk's own keys and values."""
+    held, layer = group.held(pools), l - group.start
+
+    def put(pool, own):
+        C, M, H = own.shape
+        own = own.reshape(chunk.rows, C // chunk.rows, M, H).swapaxes(1, 2).astype(pool.dtype)
+        if group.on_host:
+            return store_pages(pool, layer, chunk.own_pages, own)
+        zero = jnp.int32(0)
+        return lax.dynamic_update_slice(pool, own[None], (layer, chunk.first_page, zero, zero, zero))
+
+    return group.update(pools, k=put(held.k, k), v=put(held.v, v))
+
+
+def attention(chunk: Chunk, pages: Pages, q: Queries, k: Keys, v: Values) -> tuple[Queries, Float[Array, "N C"]]:
+    """`paged_attention` of a chunk: out and lse."""
+    implementation = chunk.config.implementation
+    arguments = q, k, v, pages.k, pages.v, pages.layer, pages.table
+    return paged_attention(*arguments, implementation=implementation, **pages.segments(chunk))
+
+
+def attention_vjp(
+    pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk, pages: Pages, saved: tuple, do: Queries
+) -> tuple[Queries, KeyGradients, Pools]:
+    """Gradients of a chunk's queries, of its own keys and values as far as its own queries go, and the pools with those
+    of earlier pages added. saved: q, k, v, o and lse."""
+    held, layer = group.held(pools), l - group.start
+    key = None if chunk.rounding is None else jax.random.fold_in(chunk.rounding, l)
+    q, k, v, o, lse = saved
+    if group.on_host:
+        gradients = [jnp.zeros(pages.k.shape, accumulator(q.dtype)) for _ in range(2)]
+    else:
+        gradients = [held.dk, held.dv]
+    dq, dk, dv, *gradients = paged_attention_vjp(
+        *(q, k, v, pages.k, pages.v, gradients[0], gradients[1], pages.layer, pages.table, o, lse, do),
+        rounding_key=None if group.on_host else key,
+        implementation=chunk.config.implementation,
+        **pages.segments(chunk),
+    )
+    own = KeyGradients(dk, dv)
+    if pages.ids is None or held.touched is None:
+        return dq, own, group.update(pools, dk=gradients[0], dv=gradients[1])
+    fresh = ~held.touched[layer, jnp.maximum(pages.ids, 0)]
+    add = lambda pool, more: add_pages(pool, layer, pages.ids, more[0], fresh, rounding_key=key)
+    P = held.touched.shape[1]
+    touched = held.touched.at[layer, jnp.where(pages.ids < 0, P, pages.ids)].set(True, mode="drop")
+    return dq, own, group.update(pools, dk=add(held.dk, gradients[0]), dv=add(held.dv, gradients[1]), touched=touched)
+
+
+def later_gradients(pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk) -> KeyGradients:
+    """What later chunks have added to the gradients of the chunk's own keys and values."""
+    held, layer = group.held(pools), l - group.start
+
+    def read(pool):
+        _, _, M, S, H = pool.shape
+        if held.touched is None:
+            zero = jnp.int32(0)
+            own = lax.dynamic_slice(pool, (layer, chunk.first_page, zero, zero, zero), (1, chunk.rows, M, S, H))[0]
+        else:
+            touched = lax.dynamic_slice_in_dim(held.touched[layer], chunk.first_page, chunk.rows)
+            own = fetch_pages(pool, layer, jnp.where(touched, chunk.own_pages, -1))
+            own = jnp.where(touched[:, None, None, None], own, 0)
+        return own.swapaxes(1, 2).reshape(chunk.rows * S, M, H)
+
+    return KeyGradients(read(held.dk), read(held.dv))
+
+
+def mass(
+    pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk, table: Table, q: Queries, k: Keys
+) -> Float[Array, "2"]:
+    """See `Pools.mass`; of the first and the middle query page of the last chunk, and 0 of other chunks."""
+    held, sample = group.held(pools), iota(2) * (table.shape[0] // 2)
+    fetch = fetch_pages if group.on_host else None
+    arguments = q, k, held.k, l - group.start, chunk.first_page, table, sample
+    measure = lambda: jnp.stack(attention_mass(*arguments, **chunk.segments, fetch=fetch))
+    return lax.cond(chunk.last, measure, lambda: jnp.zeros(2, accumulator(q.dtype)))

@@ -118,7 +118,7 @@ def efficiency(
     *,
     plot: Path | None = None,
 ) -> None:
-    """Print time and memory by context, and their ratios to the first run.
+    """Print time and memory by context, and the ratios of speed and memory to the first run.
 
     Args:
         logs: logs of the efficiency test of the PyTorch implementation, and .json files of benchmarks/bench_step.py.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 from rich.table import Table
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -52,9 +53,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """A row for each context and run, with its time and memory over those of the first run."""
+    """A row for each context and run, with its speed and memory over those of the first run."""
     result = Table("context", "run")
-    for column in ("time (s)", "tokens/s", "memory (GiB)", "time ratio", "memory ratio"):
+    for column in ("time (s)", "tokens/s", "memory (GiB)", "speed ratio", "memory ratio"):
         result.add_column(column, justify="right")
     for context in sorted({context for run in runs for context in run.by_context}):
         first = runs[0].by_context.get(context)
@@ -62,8 +63,9 @@ def table(runs: Sequence[Run]) -> Table:
         for run in runs:
             if figures := run.by_context.get(context):
                 plain = f"{figures.seconds:,.2f}", f"{context / figures.seconds:,.0f}", f"{figures.gib:.1f}"
-                over = [f"{x / y:.2f}" if y else "" for x, y in zip(figures, first or (0, 0), strict=True)]
-                result.add_row(f"{context:,}", run.name, *plain, *over)
+                speed = f"{first.seconds / figures.seconds:.2f}" if first else ""
+                memory = f"{figures.gib / first.gib:.2f}" if first and first.gib else ""
+                result.add_row(f"{context:,}", run.name, *plain, speed, memory)
     return result
 
 
@@ -82,8 +84,9 @@ def draw(runs: Sequence[Run]) -> Figure:
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     left, right = figure.axes
     left.set_yscale("log")
-    for axis in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
-        axis(lambda y, _: f"{y:g}")
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    left.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    left.yaxis.set_minor_locator(NullLocator())
     right.set_ylim(bottom=0)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8)
     return figure

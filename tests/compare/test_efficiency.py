@@ -43,7 +43,7 @@ def test_figures_of_a_log_and_of_a_benchmark(tmp_path):
         ("65,536", "step, remat full"),
         ("131,072", "dense"),
     ]
-    assert rows[3][2:] == ("12.50", "5,243", "60.5", "0.25", "2.00")
+    assert rows[3][2:] == ("12.50", "5,243", "60.5", "4.00", "2.00")
     assert rows[5][2:] == ("210.25", "623", "40.0", "1.00", "1.00")
 
 
@@ -51,7 +51,7 @@ def test_ratios_need_the_first_run(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([RECORD | {"memory_gib": 0.0}]))
     (tmp_path / "dense.log").write_text(LOG)
     columns = table(read_runs([tmp_path / "a.json", tmp_path / "dense.log"])).columns
-    assert list(columns[5].cells) == ["", "1.00", "4.00", ""]
+    assert list(columns[5].cells) == ["", "1.00", "0.25", ""]
     assert list(columns[6].cells) == ["", "", "", ""]
 
 

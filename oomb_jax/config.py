@@ -51,7 +51,7 @@ class Config:
 
     implementation: Implementation | None = None
     """Which attention runs: `"mosaic"`, the kernels for Hopper GPUs, or `"reference"`. A named one never falls back.
-    None: the reference, until a whole step was measured with the kernels."""
+    None: the kernels where they can run, else the reference; on a GPU it logs once which and why."""
 
     def __post_init__(self):
         if self.page < 8:

@@ -20,14 +20,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from oomb_jax.config import Config
 from oomb_jax.loss import embed_gradient, head_gradient, head_losses
 from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
 from oomb_jax.parts import add, join, key_shape, layer_at, layer_count, split, zero_gradients
 from oomb_jax.pools import Pools, append, check_pools, clear_gradients, own_gradients
-from oomb_jax.selection import TopK, select
+from oomb_jax.selection import TopK, attention_mass, select
 from oomb_jax.sequence import Sequence, check_batch, cut, loss_weight, segments_ordered, top_k
 from oomb_jax.shapes import (
     Hidden,
@@ -154,10 +154,11 @@ def fill(model: Any, pools: Pools, sequence: Sequence, config: Config, chunks: I
         chunk = _Chunk.of(sequence, c, config)
         h, made = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), L - 1)
         q, k, v = layer_at(layers, L - 1).attention_inputs(h, chunk.positions)
-        k, v, tables = _put(made, (k, v, chunk.choose(pools, L - 1, q)), L - 1)
+        table = chunk.choose(pools, L - 1, q)
+        k, v, tables, mass = _put(made, (k, v, table, chunk.mass(pools, jnp.int32(L - 1), table, q, k)), L - 1)
         pools = append(pools, chunk.first_page, k, v)
         if chunk.top_k is not None:
-            pools = pools._replace(selection=_put(pools.selection, tables, c))
+            pools = pools._replace(selection=_put(pools.selection, tables, c), mass=mass)
         return pools, None
 
     with jax.named_scope("fill"):
@@ -172,7 +173,7 @@ def evaluate(
 
     def one(pools, c):
         chunk = _Chunk.of(sequence, c, config)
-        h, (k, v, _) = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), layer_count(layers))
+        h, (k, v, *_) = _layers_forward(layers, chunk, pools, outer.embed(sequence.tokens[c]), layer_count(layers))
         return append(pools, chunk.first_page, k, v), head_losses(outer, h, sequence.labels[c])
 
     return lax.scan(one, pools, chunks)
@@ -227,6 +228,8 @@ class _Chunk(NamedTuple):
     tokens: Int[Array, ""]
     """Those that are no padding."""
     positions: Positions
+    last: Bool[Array, ""]
+    """Whether it is the last of the sequence."""
     rounding: jax.Array | None
     segments: dict[str, Any]
 
@@ -246,6 +249,7 @@ class _Chunk(NamedTuple):
             length=C,
             tokens=jnp.clip(sequence.length - c * C, 0, C),
             positions=sequence.positions(c),
+            last=c == sequence.chunks - 1,
             rounding=jax.random.fold_in(jax.random.key(0), c) if sequence.chunks > STOCHASTIC_CHUNKS else None,
             segments=segments,
         )
@@ -272,6 +276,14 @@ class _Chunk(NamedTuple):
             return self._all_pages()
         assert pools.selection is not None  # check_pools
         return pools.selection[self.number, l]
+
+    def mass(self, pools: Pools, l, table, q: Queries, k: Keys) -> Float[Array, "2"] | None:
+        """See `Pools.mass`; of the first and the middle query page of the last chunk, and 0 of others."""
+        if self.top_k is None or pools.mass is None:
+            return None
+        dtype, sample = pools.mass.dtype, iota(2) * (table.shape[0] // 2)
+        measure = lambda: jnp.stack(attention_mass(q, k, pools.k, l, self.first_page, table, sample, **self.segments))
+        return lax.cond(self.last, measure, lambda: jnp.zeros(2, dtype))
 
     def _all_pages(self) -> Int[Array, "1 K"]:
         ids = iota(self.pages)
@@ -313,20 +325,22 @@ class _Saved(NamedTuple):
 
 
 def _layers_forward(layers: Any, chunk: _Chunk, pools: Pools, h: Hidden, L: int):
-    """The first L layers: their result, and all layers' keys, values [layers, C, M, H] and chosen pages, those of
-    further layers 0."""
+    """The first L layers: their result, and of all layers keys and values [layers, C, M, H], chosen pages and their
+    mass, those of further layers 0."""
 
     def inputs(h, l):
         q, k, v = layer_at(layers, l).attention_inputs(h, chunk.positions)
-        return q, (k, v, chunk.choose(pools, l, q))
+        table = chunk.choose(pools, l, q)
+        return q, (k, v, table, chunk.mass(pools, l, table, q, k))
 
     def body(l, carry):
         h, made = carry
-        q, (k, v, table) = inputs(h, l)
+        q, more = inputs(h, l)
+        k, v, table, _ = more
         o, _ = chunk.attention(pools, l, table, q, k, v)
-        return layer_at(layers, l).attention_output(h, o), _put(made, (k, v, table), l)
+        return layer_at(layers, l).attention_output(h, o), _put(made, more, l)
 
-    shapes = jax.eval_shape(lambda h: inputs(h, 0)[1], h)
+    shapes = jax.eval_shape(lambda h: inputs(h, jnp.int32(0))[1], h)
     empty = jax.tree.map(lambda x: jnp.zeros((layer_count(layers), *x.shape), x.dtype), shapes)
     # A loop over an index: a scan over the first L layers would copy their weights.
     return lax.fori_loop(0, L, body, (h, empty))

@@ -27,6 +27,9 @@ class Pools(NamedTuple):
     """What Top-K attention scores pages by."""
     selection: Int[Array, "n L R *M K"] | None = None
     """The pages that each chunk, layer and query page chose."""
+    mass: Float[Array, "L 2"] | None = None
+    """Of some queries of the last chunk, the probability that dense attention would give to the chosen pages, and to
+    all earlier ones."""
 
     @property
     def pages(self) -> int:
@@ -70,8 +73,13 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
         return pools
     L, rows = layer_count(model.layers), config.chunk // config.page
     heads = (M,) if attention.scope == "kv_head" else ()
-    selection = jnp.zeros((P // rows, L, rows, *heads, attention.pages), jnp.int32) if gradients else None
-    return pools._replace(representatives=jnp.zeros((L, P, M, H), keys.dtype), selection=selection)
+    pools = pools._replace(representatives=jnp.zeros((L, P, M, H), keys.dtype))
+    if not gradients:
+        return pools
+    return pools._replace(
+        selection=jnp.zeros((P // rows, L, rows, *heads, attention.pages), jnp.int32),
+        mass=jnp.zeros((L, 2), accumulator(keys.dtype)),
+    )
 
 
 def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False) -> None:

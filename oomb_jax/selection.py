@@ -180,6 +180,29 @@ def distinct_pages(table: Int[Array, "R *M K"]) -> Int[Array, ""]:
     return jnp.sum(_first_of_equals(ids) & (ids >= 0), dtype=jnp.int32)
 
 
+def statistics(
+    selection: Int[Array, "n L R *M K"], mass: Float[Array, "L 2"], page: int
+) -> dict[str, Float[Array, ""]]:
+    """What a step tells of its selection.
+
+    Args:
+      selection: the tables of every chunk of a sequence and every layer.
+      mass: of each layer, sums of what `attention_mass` returned.
+      page: S, tokens in a page.
+
+    Returns:
+      distinct_pages, the mean over chunks and layers; attention_share; and recall, the share of dense attention
+      probability outside the own chunk that the chosen pages hold, 1 where there is none.
+    """
+    tables = selection.reshape(-1, *selection.shape[2:])
+    chosen, earlier = jnp.sum(mass, axis=0)
+    return {
+        "distinct_pages": jnp.mean(jax.lax.map(distinct_pages, tables).astype(mass.dtype)),
+        "attention_share": attention_share(selection, page).astype(mass.dtype),
+        "recall": jnp.where(earlier > 0, chosen / jnp.where(earlier > 0, earlier, 1), 1),
+    }
+
+
 def attention_share(selection: Int[Array, "n L R *M K"], page: int) -> Float[Array, ""]:
     """Pairs of a query and a key that attention computes, over those that `Dense` would.
 
@@ -204,7 +227,7 @@ def attention_mass(
     sample: Int[Array, " s"],
     *,
     q_segments: Int[Array, " C"] | None = None,
-    pool_segments: Int[Array, "P S"] | None = None,
+    pool_segments: Int[Array, "pages S"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Dense attention probability that lies on the chosen pages, and on all pages before the chunk.
 

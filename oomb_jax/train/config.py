@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from oomb_jax.config import Config, Remat
+from oomb_jax.config import Config, Dense, Remat
+from oomb_jax.selection import TopK
 from oomb_jax.train.metrics import write_whole
 from oomb_jax.train.optimizer import Name, OptimizerConfig, Schedule
 
@@ -51,6 +52,12 @@ class TrainConfig:
 
     page: int = 128
     """Tokens in a page of the key/value pools."""
+
+    attention: Literal["dense", "topk"] = "dense"
+    """What a query attends to: `dense`, all earlier tokens; `topk`, its own chunk and the best earlier pages."""
+
+    pages: int = 64
+    """Pages that every page of queries chooses, with `topk`."""
 
     remat: Remat = "dots"
     """What a recomputed chunk keeps for its backward pass: `none` (everything), `dots`, or `full` (recompute all)."""
@@ -163,6 +170,7 @@ class TrainConfig:
         return Config(
             chunk=max(chunk // self.page, 1) * self.page if self.chunk is None else self.chunk,
             page=self.page,
+            attention=TopK(pages=self.pages) if self.attention == "topk" else Dense(),
             remat=self.remat,
             implementation=self.implementation,
             grad_dtype=self.grad_dtype,

@@ -197,7 +197,7 @@ class Loop:
             raise NonFinite(f"step {number}: the gradient's norm is {norm}")
         training.step = number
         seconds = time.monotonic() - begun
-        line = self.measurements(float(losses.sum()), norm, rate, seconds)
+        line = self.measurements(float(losses.sum()), norm, rate, seconds) | run.step.selection(training.pools)
         self.writer.write(number, line)
         self.progress.finish_step(line, log=number % settings.log_every == 0 or number == settings.steps)
 

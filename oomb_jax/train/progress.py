@@ -269,6 +269,9 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, Any]) -> str:
         ("tokens_per_second", lambda x: f"{_rate(x)} tokens/s"),
         ("share_of_peak", lambda x: f"{x:.1%} of peak"),
         ("device_memory_peak", lambda x: f"peak {x / 2**30:.2f} GiB"),
+        ("distinct_pages", lambda x: f"{x:,.0f} distinct pages"),
+        ("attention_share", lambda x: f"{x:.1%} of attention"),
+        ("recall", lambda x: f"recall {x:.1%}"),
         ("seconds", lambda x: f"{x:.1f} s"),
     )
     fields += [show(float(metrics[name])) for name, show in formats if metrics.get(name) is not None]

@@ -16,7 +16,7 @@ import psutil
 from oomb_jax import models
 from oomb_jax.config import Config
 from oomb_jax.models import hf_config
-from oomb_jax.sequence import chunk_count, chunk_length
+from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.data import Data, check_vocabulary, longest, open_data
 from oomb_jax.train.optimizer import Optimizer, build
@@ -198,6 +198,11 @@ def describe(settings: TrainConfig, config: Config, model: Any, data: Data, devi
     chunks, length = chunk_count(settings.ctx, config), chunk_length(settings.ctx, config)
     weights = weights_directory(settings)
     heldout = f", {data.heldout.tokens:,} held out" if data.heldout else ""
+    attention = "dense attention"
+    if settings.attention == "topk":
+        attention = f"attention to the own chunk and the best {settings.pages} earlier pages"
+        if top_k(settings.ctx, config) is None:
+            attention += ", which are all there are"
     rows = {
         "model": f"{settings.model}, {models.parameter_count(model):,} parameters in {settings.dtype}, "
         + (f"weights from {weights}" if weights else f"random weights (seed {settings.seed})"),
@@ -206,7 +211,7 @@ def describe(settings: TrainConfig, config: Config, model: Any, data: Data, devi
         "data": f"{settings.data}, {data.tokens:,} tokens{heldout}" + (", packed" if settings.pack else ""),
         "steps": f"{settings.steps:,} of {settings.batch} x {settings.ctx:,} tokens, {settings.optimizer}, "
         f"learning rate {settings.learning_rate:g}, {settings.schedule}",
-        "method": f"dense attention ({settings.implementation or 'reference'}), remat {settings.remat}",
+        "method": f"{attention}, remat {settings.remat}",
         "out": f"{settings.directory}",
     }
     return "\n".join(f"{name:>10}  {value}" for name, value in rows.items())

@@ -26,6 +26,7 @@ from oomb_jax.compiler import COMPILER_OPTIONS
 from oomb_jax.config import Config
 from oomb_jax.parts import key_shape, zero_gradients
 from oomb_jax.pools import Pools, clear_gradients, create_pools
+from oomb_jax.selection import statistics
 from oomb_jax.sequence import Sequence, cut, loss_weight
 from oomb_jax.shapes import accumulator
 from oomb_jax.train.data import Batch
@@ -88,6 +89,13 @@ class Step:
                 pools, grads = carry.pools, carry.grads
             losses.append(np.concatenate(jax.device_get(shares))[::-1])
         return np.stack(losses), grads, pools
+
+    def selection(self, pools: Pools) -> dict[str, float]:
+        """What the last sequence of a step chose: see `selection.statistics`. Empty where attention is dense."""
+        if "selection" not in self.pieces:
+            return {}
+        told = self.pieces["selection"](pools.selection, pools.mass)
+        return {name: float(value) for name, value in jax.device_get(told).items()}
 
     def update(self, model: Any, grads: Any, state: OptimizerState) -> tuple[Any, OptimizerState, dict[str, Array]]:
         """The optimizer's update; model and state are donated."""
@@ -168,6 +176,9 @@ def compile_step(
         # With float32 masters the old model is not read; kept all the same, its memory becomes the new one's.
         "update": piece(optimizer.update, model, grads, state, donate_argnums=(0, 2), keep_unused=True),
     }
+    if pools.selection is not None:
+        tell = functools.partial(statistics, page=config.page)
+        pieces["selection"] = piece(tell, pools.selection, pools.mass)
     analyses = [p.memory_analysis() for p in pieces.values()]
     memory = Memory(
         weights=tree_bytes(model),

@@ -1,10 +1,10 @@
 """The operation as users call it: arguments, checks and the choice of an implementation."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 from jaxtyping import Array, Bool, Float, Int
 
-from oomb_jax.pallas_kernels.device import is_gpu, no_hopper, say_choice
+from oomb_jax.pallas_kernels.device import choose, no_hopper
 from oomb_jax.pallas_kernels.page_score import reference
 from oomb_jax.pallas_kernels.page_score.config import unsupported
 
@@ -52,15 +52,8 @@ def page_scores(
         raise ValueError(f"{shapes}: H must be the same, and N a multiple of M")
     if C % R:
         raise ValueError(f"{C} queries in {R} rows: each row has the same number of them")
-    if implementation not in (None, *get_args(Implementation)):
-        raise ValueError(f"implementation={implementation!r}: None, or one of {get_args(Implementation)}")
-    reason = unsupported(q, representatives, start) or no_hopper()
-    if implementation == "mosaic" and reason:
-        raise NotImplementedError(f"implementation='mosaic': {reason}; pass 'reference' or None")
-    chosen = implementation or ("reference" if reason else "mosaic")
-    if implementation is None and is_gpu():
-        say_choice("page scores", chosen, reason)
-    if chosen == "reference":
+    refusals = {"mosaic": unsupported(q, representatives, start) or no_hopper()}
+    if choose("page scores", implementation, refusals) == "reference":
         return reference.page_scores(q, representatives, start, end, votes, scaled=scaled)
     from oomb_jax.pallas_kernels.page_score import mosaic  # not every platform's jaxlib can import it
 

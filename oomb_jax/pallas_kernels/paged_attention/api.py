@@ -1,17 +1,18 @@
 """The operation as users call it: arguments, checks and the choice of an implementation."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from oomb_jax.pallas_kernels.device import is_gpu, no_hopper, say_choice
+from oomb_jax.pallas_kernels.device import choose, no_hopper
 from oomb_jax.pallas_kernels.paged_attention import reference
 from oomb_jax.pallas_kernels.paged_attention.config import unsupported, unsupported_gradients
+from oomb_jax.pallas_kernels.paged_attention.triton_config import unsupported_triton
 from oomb_jax.shapes import iota
 
 Implementation = Literal["reference", "mosaic", "triton"]
-"""Every name that this operation will answer to. `mosaic` needs a Hopper GPU; `triton` does not exist yet."""
+"""`mosaic` needs a Hopper GPU, `triton` an NVIDIA GPU of compute capability 8.0 or higher and jax-triton."""
 
 Chunk = Float[Array, "C N H"]
 ChunkKV = Float[Array, "C M H"]
@@ -71,8 +72,9 @@ def paged_attention(
       window: a sliding window. Pages that it does not reach need not be in the table.
       sinks: a logit for each query head that joins its softmax as a key without a value, and lse with it. Its gradient
         is `sinks_gradient`.
-      implementation: `"mosaic"`, the kernels for Hopper GPUs, or `"reference"`; a name is taken at its word. None: the
-        kernels where they can run, else the reference; on a GPU it logs once which and why.
+      implementation: `"mosaic"`, the kernels for Hopper GPUs, `"triton"`, those for GPUs from Ampere on, or
+        `"reference"`; a name is taken at its word. None: the first of them that can take the input on the device; on a
+        GPU it logs once which and why.
 
     Returns:
       out in q's dtype, and lse in float32 (float64 for float64 queries).
@@ -82,13 +84,22 @@ def paged_attention(
       NotImplementedError: the named implementation does not exist for this input.
     """
     _check(q, k_new, k_pool, table, q_segments, pool_segments, window)
-    chosen = _choose(implementation, unsupported(q, k_new, v_new, k_pool, v_pool, table, window), "forward")
+    tensors = q, k_new, v_new, k_pool, v_pool
+    refusals = {
+        "mosaic": unsupported(*tensors, table, window) or no_hopper(),
+        "triton": unsupported_triton(*tensors, table=table, window=window),
+    }
+    chosen = choose("paged attention, forward", implementation, refusals)
     arguments = q, k_new, v_new, k_pool, v_pool, layer, table
     segments = _segments(q, k_pool, q_segments, pool_segments, page_lengths)
     if chosen == "mosaic":
         from oomb_jax.pallas_kernels.paged_attention import mosaic  # not every platform's jaxlib can import it
 
         out, lse = mosaic.forward(*arguments, **segments)
+    elif chosen == "triton":
+        from oomb_jax.pallas_kernels.paged_attention import triton  # an optional package
+
+        out, lse = triton.forward(*arguments, **segments)
     else:
         out, lse = reference.forward(*arguments, **segments, window=window)
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
@@ -132,14 +143,23 @@ def paged_attention_vjp(
       (float64); the two gradient pools.
     """
     _check(q, k_new, k_pool, table, q_segments, pool_segments, window)
-    reason = unsupported(q, k_new, v_new, k_pool, v_pool, table, window)
-    chosen = _choose(implementation, reason or unsupported_gradients(dk_pool, dv_pool), "backward")
+    tensors = q, k_new, v_new, k_pool, v_pool
+    options = {"table": table, "window": window, "rounding_key": rounding_key}
+    refusals = {
+        "mosaic": unsupported(*tensors, table, window) or unsupported_gradients(dk_pool, dv_pool) or no_hopper(),
+        "triton": unsupported_triton(*tensors, dk_pool, dv_pool, **options),
+    }
+    chosen = choose("paged attention, backward", implementation, refusals)
     arguments = q, k_new, v_new, k_pool, v_pool, dk_pool, dv_pool, layer, table, out, lse, d_out
     segments = _segments(q, k_pool, q_segments, pool_segments, page_lengths)
     if chosen == "mosaic":
         from oomb_jax.pallas_kernels.paged_attention import mosaic_vjp
 
         return mosaic_vjp.backward(*arguments, **segments, rounding_key=rounding_key)
+    if chosen == "triton":
+        from oomb_jax.pallas_kernels.paged_attention import triton_vjp
+
+        return triton_vjp.backward(*arguments, **segments)
     return reference.backward(*arguments, **segments, window=window, rounding_key=rounding_key)
 
 
@@ -165,23 +185,6 @@ def _segments(q, k_pool, q_segments, pool_segments, page_lengths):
         nobody = jnp.iinfo(pool_segments.dtype).min
         pool_segments = jnp.where(iota(S)[None] < page_lengths[:, None], pool_segments, nobody)
     return {"q_segments": q_segments, "pool_segments": pool_segments}
-
-
-def _choose(implementation: Implementation | None, reason: str | None, direction: str) -> Implementation:
-    """The implementation to use; reason: why the Mosaic kernels cannot take the input."""
-    if implementation not in (None, *get_args(Implementation)):
-        raise ValueError(f"implementation={implementation!r}: None, or one of {get_args(Implementation)}")
-    if implementation == "triton":
-        raise NotImplementedError("implementation='triton' does not exist yet; pass 'mosaic', 'reference' or None")
-    reason = reason or no_hopper()
-    if implementation == "mosaic" and reason:
-        raise NotImplementedError(f"implementation='mosaic': {reason}; pass 'reference' or None")
-    if implementation is not None:
-        return implementation
-    chosen = "reference" if reason else "mosaic"
-    if is_gpu():
-        say_choice(f"paged attention, {direction}", chosen, reason)
-    return chosen
 
 
 def _check(q, k_new, k_pool, table, q_segments, pool_segments, window) -> None:

@@ -6,7 +6,6 @@ fill the end, where pages that nobody named cost least: 32 rows that choose the 
 with work and 7,936 without.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -85,7 +84,7 @@ def key_gradients(
         spare: Any = None,
     ):
         q_ref, d_out_ref, lse_ref, delta_ref, k_new_ref, v_new_ref, k_ref, v_ref, layer_ref, *refs = refs
-        places_ref, order_ref, page_ref, first_ref, count_ref, row_ref, *refs = refs
+        places_ref, order_ref, page_ref, first_ref, number_ref, row_ref, *refs = refs
         *refs, dk_ref, dv_ref, dk_new_ref, dv_new_ref = refs
         words_ref: Any = None if words is None else refs.pop()
         ids: Any = refs or (None, None)
@@ -101,7 +100,8 @@ def key_gradients(
             is_own, own_page, listed = item >= U, item - U, lax.min(item, U - 1)
             if m > 1:
                 listed += kv_head * U
-            return kv_head, own_page, is_own, listed, lax.select(is_own, own_steps(own_page), count_ref[listed] * per_row)
+            steps = lax.select(is_own, own_steps(own_page), number_ref[listed] * per_row)
+            return kv_head, own_page, is_own, listed, steps
 
         def gradients(kv_head, own_page, is_own, listed, steps):
             masked = lax.select(is_own, jnp.int32(S // ROWS * G), jnp.int32(0))
@@ -261,8 +261,8 @@ def key_gradients(
         interpret=interpret,
     )(
         *(q, d_out, lse2, delta, k_new, v_new, flat(k_pool), flat(v_pool), layer.reshape(1)),
-        *(iota(ROWS), _longest_first(inverted.count * per_row, own_steps(iota(own)), M)),
-        *(inverted.pages.reshape(-1), inverted.first.reshape(-1), inverted.count.reshape(-1), inverted.rows),
+        *(iota(ROWS), _longest_first(inverted.number * per_row, own_steps(iota(own)), M)),
+        *(inverted.pages.reshape(-1), inverted.first.reshape(-1), inverted.number.reshape(-1), inverted.rows),
         *((pool_segments, q_segments) if segmented else ()),
         *([] if words is None else [words]),
         *(dk_pool, dv_pool),

@@ -59,5 +59,3 @@ def backward(
     )
     dk_pool, dv_pool = (jax.freeze(ref).reshape(dk_pool.shape) for ref in (dk_ref, dv_ref))
     return *(x[:queries] for x in (dq, dk_new, dv_new)), dk_pool, dv_pool
-
-

@@ -42,12 +42,12 @@ def distinct(lists: Int[Array, "R m K"], P: int) -> Distinct:
 
 
 class Inverted(NamedTuple):
-    """Distinct pages, and of each the rows that name it: `rows[first : first + count]`."""
+    """Distinct pages, and of each the rows that name it: `rows[first : first + number]`."""
 
     pages: Int[Array, "m U"]
     """Rising, with one row in its order; -1 where there is no page."""
     first: Int[Array, "m U"]
-    count: Int[Array, "m U"]
+    number: Int[Array, "m U"]
     """0 where there is no page."""
     rows: Int[Array, " rows"]
     """Rising for each page, which fixes the order of every sum."""
@@ -57,8 +57,8 @@ def invert(lists: Int[Array, "R m K"], P: int) -> Inverted:
     """Which rows name a page, for each head, of P pages."""
     R, m, K = lists.shape
     if R == 1:
-        count = (lists[0] >= 0).astype(jnp.int32)
-        return Inverted(lists[0], jnp.zeros_like(count), count, jnp.zeros(1, jnp.int32))
+        number = (lists[0] >= 0).astype(jnp.int32)
+        return Inverted(lists[0], jnp.zeros_like(number), number, jnp.zeros(1, jnp.int32))
     U = min(R * K, P)
 
     def one(lists: Int[Array, "R K"]):
@@ -70,5 +70,5 @@ def invert(lists: Int[Array, "R m K"], P: int) -> Inverted:
         put = lambda start, where, x: jnp.full(U, start, jnp.int32).at[jnp.where(where, nth, U)].add(x, mode="drop")
         return put(-1, is_first, ids + 1), put(0, is_first, iota(R * K)), put(0, ids >= 0, 1), order // K
 
-    pages, first, count, rows = jax.vmap(one, in_axes=1)(lists)
-    return Inverted(pages, first + R * K * iota(m)[:, None], count, rows.reshape(-1))
+    pages, first, number, rows = jax.vmap(one, in_axes=1)(lists)
+    return Inverted(pages, first + R * K * iota(m)[:, None], number, rows.reshape(-1))

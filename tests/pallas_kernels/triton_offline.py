@@ -1,0 +1,131 @@
+"""The Triton kernels without a GPU: run in Triton's interpreter, or compiled for a GPU that is not here.
+
+    TRITON_INTERPRET=1 python -m tests.pallas_kernels.triton_offline interpret
+    JAX_TRITON_DUMP_DIR=DIR python -m tests.pallas_kernels.triton_offline compile 80 "H=256"
+
+Each needs its environment before Triton is imported, so each is a process of its own.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from triton.runtime import interpreter
+
+from oomb_jax.pallas_kernels.paged_attention import api, triton_vjp
+from oomb_jax.pallas_kernels.paged_attention import triton as forward_kernels
+from oomb_jax.pallas_kernels.paged_attention.cases import Case
+from oomb_jax.pallas_kernels.paged_attention.triton_config import KernelTiles, Tiles
+from tests.pallas_kernels.test_paged_attention import Suite, at_most_plain
+
+
+class Host:
+    """A numpy array, with what the interpreter asks a tensor for."""
+
+    def __init__(self, array):
+        self.array = np.array(array)
+        self.dtype = {"float16": "fp16", "float32": "fp32", "int32": "i32"}[self.array.dtype.name]
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    cpu = storage_offset = size = stride = untyped_storage
+
+    def new_empty(self, *_, **__):
+        return self
+
+    set_ = copy_ = new_empty
+
+
+def interpreted_call(kernel, *inputs, in_place=(), out_type=(), grid, name, num_warps, num_stages, **constants):
+    """`triton_call` in the interpreter. Outputs begin as NaN, so what is not written shows."""
+    del name, num_warps, num_stages, constants["compute_capability"]
+    inputs, pools = [Host(x) for x in inputs], [Host(x) for x in in_place]
+    outputs = [Host(np.full(out.shape, np.nan, out.dtype)) for out in out_type]
+    kernel[grid](*inputs, *pools, *outputs, *pools, **constants)
+    return [jnp.asarray(x.array) for x in outputs], [jnp.asarray(x.array) for x in pools]
+
+
+# float16, as the interpreter multiplies no bfloat16. With the tiles of forward, dq and dk/dv.
+f16 = partial(Case, dtype="float16")
+INTERPRETED = (
+    # A tile of several pages, the last of them past the row's end.
+    (f16(C=64, M=2, G=3, H=16, S=16, earlier=5), (32, 64), (32, 64), (16, 16)),
+    # Several tiles in a page; rows shorter than a tile; padded width.
+    (f16(C=100, M=1, G=2, H=24, S=64, earlier=2, rows=4, segments=True), (32, 16), (16, 32), (16, 32)),
+    # A chunk that is no multiple of anything.
+    (f16(C=71, M=1, G=2, H=16, S=32, earlier=3, partial=True, sinks=True), (32, 32), (64, 16), (64, 16)),
+    # Tiles in which a query sees no key before it sees one.
+    (f16(C=32, M=1, G=1, H=16, S=16, earlier=2, segments=True, strangers=True), (16, 16), (16, 16), (16, 16)),
+)
+
+
+class Interpreted(Suite):
+    forward = staticmethod(partial(api.paged_attention, implementation="triton"))
+    backward = staticmethod(partial(api.paged_attention_vjp, implementation="triton"))
+
+
+def interpret():
+    """Checks every case as the suite does."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        # Triton asks numpy for int(array), which since 2.5 takes no array with axes.
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+    api.unsupported_triton = lambda *_, **__: None  # it asks for a GPU
+    forward_kernels.triton_call = triton_vjp.triton_call = interpreted_call
+    for case, *sizes in INTERPRETED:
+        tiles = [Tiles(queries=queries, keys=keys, num_warps=4, num_stages=2) for queries, keys in sizes]
+
+        forward_kernels.tiles = triton_vjp.tiles = lambda tiles=tiles, **_: KernelTiles(*tiles)
+        Interpreted().check(case, at_most_plain(case))
+
+
+def compile_for(
+    capability, *, C=4096, M=4, G=7, H=128, S=128, R=1, K=256, P=4096, L=2, segmented=False, gradient_dtype="float32"
+):
+    """Compiles forward and backward; prints per kernel its name, bytes spilled and bytes of shared memory."""
+    import nvidia  # from the packages of the CUDA compiler
+
+    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    q, own, pool = array(C, M * G, H), array(C, M, H), array(L, P, M, S, H)
+    gradients = array(L, P, M, S, H, dtype=gradient_dtype)
+    indices = array(dtype="int32"), array(R, K, dtype="int32")
+    lse = array(M * G, C, dtype="float32")
+    segments = {"q_segments": None, "pool_segments": None}
+    if segmented:
+        segments = {"q_segments": array(C, dtype="int32"), "pool_segments": array(P, S, dtype="int32")}
+    for function, arguments in (
+        (forward_kernels.forward, (q, own, own, pool, pool, *indices)),
+        (triton_vjp.backward, (q, own, own, pool, pool, gradients, gradients, *indices, q, lse, q)),
+    ):
+        traced = jax.jit(partial(function, compute_capability=capability)).trace(*arguments, **segments)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        print("aliases:", lowered.as_text().count("#stablehlo.output_operand_alias"))
+    assembler = Path(nvidia.__path__[0]) / "cu13/bin/ptxas"  # as XLA finds it
+    architecture = f"sm_{capability}{'a' if capability >= 90 else ''}"
+    for ptx in sorted(Path(os.environ["JAX_TRITON_DUMP_DIR"]).glob("*/*.ptx")):
+        command = [assembler, "-v", f"-arch={architecture}", ptx, "-o", os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True)
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", report.stdout + report.stderr)))
+        shared = int(ptx.with_suffix(".compile_info").read_text().split(":")[-1])
+        print(f"kernel: {ptx.stem} {spilled} {shared}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "interpret":
+        interpret()
+    else:
+        compile_for(int(sys.argv[2]), **eval(f"dict({sys.argv[3]})"))

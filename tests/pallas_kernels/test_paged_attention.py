@@ -198,7 +198,7 @@ class TestReference(Suite):
         [
             Case(C=16, M=1, G=2, H=8, S=8, earlier=3),
             Case(C=32, M=1, G=1, H=8, S=8, earlier=4, rows=4, spare=0),  # pages that several rows name
-            Case(C=16, M=2, G=1, H=8, S=8, earlier=3, rows=2, by_head=True),
+            Case(C=64, M=2, G=1, H=8, S=8, earlier=3, rows=8, by_head=True, spare=0),
         ],
         ids=str,
     )

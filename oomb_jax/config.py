@@ -50,8 +50,8 @@ class Config:
     """dtype of the key and value gradient pools; not float16. None: float32 (float64 for a float64 model)."""
 
     implementation: Implementation | None = None
-    """Which attention runs: `"mosaic"`, the kernels for Hopper GPUs, or `"reference"`. A named one never falls back.
-    None: the reference, until a whole step was measured with the kernels."""
+    """Which attention runs: `"mosaic"`, the kernels for Hopper GPUs, `"triton"`, those for GPUs from Ampere on, or
+    `"reference"`. A named one never falls back. None: the first of them that can run; on a GPU it logs once which."""
 
     def __post_init__(self):
         if self.page < 8:

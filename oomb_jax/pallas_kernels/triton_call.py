@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from oomb_jax.pallas_kernels.device import current_device
+
 INSTALL = "pip install 'jax-triton>=0.3.1,<0.5'"
 
 
@@ -25,7 +27,7 @@ def missing() -> str | None:
 
 def device_capability() -> int:
     """Compute capability of the NVIDIA GPU that is computed on, 80 for 8.0; 0 where there is none."""
-    device = jax.config.jax_default_device or jax.devices()[0]
+    device = current_device()
     if "NVIDIA" not in device.device_kind:
         return 0
     return round(10 * float(device.compute_capability))

@@ -207,17 +207,9 @@ def label(record: dict[str, Any]) -> str:
 
 def table(records: list[dict[str, Any]]) -> Table:
     """All records, a row each."""
-    columns = (
-        "setting",
-        "context",
-        "seconds",
-        "tokens/s",
-        "of peak",
-        "memory (GiB)",
-        "distinct pages",
-        "pages moved (GB)",
-    )
-    result = Table(*columns, title=f"{records[-1]['model']} on {records[-1]['device']}")
+    columns = "setting", "context", "seconds", "tokens/s", "of peak", "memory (GiB)"
+    title = f"{records[-1]['model']} on {records[-1]['device']}"
+    result = Table(*columns, "distinct pages", "pages moved (GB)", title=title)
     for r in sorted(records, key=lambda r: (label(r), r["context"])):
         share = "" if r["share_of_peak"] is None else f"{r['share_of_peak']:.1%}"
         figures = f"{r['seconds']:.2f}", f"{r['tokens_per_second']:,.0f}", share, f"{r['memory_gib']:.1f}"

@@ -41,7 +41,7 @@ import oomb_jax
 from oomb_jax import models
 
 Stage = Literal["dense", "topk", "chunk", "random", "table"]
-CHOICES: dict[str, Choice] = {"topk": "model", "chunk": "none", "random": "random"}
+CHOICES: dict[Stage, Choice] = {"dense": "model", "topk": "model", "chunk": "none", "random": "random"}
 SOLVED = 0.98
 """Accuracy on a batch at which the distance doubles."""
 
@@ -102,13 +102,18 @@ class Settings:
         return self.ctx // 2
 
     @property
+    def budget(self) -> int:
+        """Pages that a query page chooses."""
+        return self.pages or self.ctx // self.page // 8
+
+    @property
     def vocabulary(self) -> int:
         """Different tokens: enough for half a sequence."""
         return max(self.distance, 256)
 
     def method(self, stage: Stage) -> oomb_jax.Config:
         """How the engine attends."""
-        attention = oomb_jax.TopK(pages=self.pages or self.ctx // self.page // 8)
+        attention = oomb_jax.TopK(pages=self.budget)
         return oomb_jax.Config(
             chunk=self.chunk,
             page=self.page,
@@ -168,7 +173,7 @@ class Machine:
 
     def __init__(self, settings: Settings, stage: Stage, optimizer: optax.GradientTransformation):
         """Nothing is compiled yet."""
-        self.settings, self.config, self.choice = settings, settings.method(stage), CHOICES.get(stage, "model")
+        self.settings, self.config, self.choice = settings, settings.method(stage), CHOICES[stage]
         self.optimizer = optimizer
         self.pools: Any = None
         jit = functools.partial(jax.jit, donate_argnames="pools", compiler_options=oomb_jax.COMPILER_OPTIONS)
@@ -210,6 +215,11 @@ class Machine:
         return self.pools
 
 
+def adam(rate: optax.Schedule) -> optax.GradientTransformation:
+    """The optimizer, with clipped gradients."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01))
+
+
 def train_dense(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     """From random weights, or from what an earlier run saved, to copies half a sequence apart."""
     directory, progress = settings.out / "dense", settings.out / "dense.json"
@@ -218,17 +228,15 @@ def train_dense(settings: Settings, say: Callable[[str], None]) -> dict[str, Any
         model = models.load(directory)
         say(f"goes on from step {done['steps']}, distance {done['distance']}")
     else:
-        done = {"steps": 0, "distance": 16, "seconds": 0.0}
+        done = {"steps": 0, "distance": 16}
         model = new_model(settings)
-    rate = optax.warmup_constant_schedule(0.0, settings.learning_rate, 50)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01))
+    optimizer = adam(optax.warmup_constant_schedule(0.0, settings.learning_rate, 50))
     machine, state = Machine(settings, "dense", optimizer), optimizer.init(model)
     begun = time.perf_counter()
 
     def save():
         models.save(model, directory)
-        record = done | {"seconds": done["seconds"] + time.perf_counter() - begun}
-        progress.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        progress.write_text(json.dumps(done) + "\n", encoding="utf-8")
 
     while done["steps"] < settings.steps:
         rng = np.random.default_rng([settings.seed, done["steps"]])
@@ -238,9 +246,8 @@ def train_dense(settings: Settings, say: Callable[[str], None]) -> dict[str, Any
             continue
         right = machine.accuracy(model, batch(settings, done["distance"], np.random.default_rng([1, done["steps"]])))
         seconds = time.perf_counter() - begun
-        say(
-            f"step {done['steps']:5d}  distance {done['distance']:6,}  loss {loss:7.4f}  right {right:6.1%}  {seconds:5.0f} s"
-        )
+        at = f"step {done['steps']:5d}  distance {done['distance']:6,}"
+        say(f"{at}  loss {loss:7.4f}  right {right:6.1%}  {seconds:5.0f} s")
         if right >= SOLVED and done["distance"] == settings.distance:
             break
         if right >= SOLVED:
@@ -254,8 +261,7 @@ def train_dense(settings: Settings, say: Callable[[str], None]) -> dict[str, Any
 def tune(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     """Fine-tunes the dense model with another attention."""
     model = models.load(settings.out / "dense")
-    rate = optax.cosine_decay_schedule(settings.learning_rate / 5, settings.tuning, alpha=0.1)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01))
+    optimizer = adam(optax.cosine_decay_schedule(settings.learning_rate / 5, settings.tuning, alpha=0.1))
     machine, state = Machine(settings, settings.stage, optimizer), optimizer.init(model)
     before = measure(settings, machine, model)
     say(f"before fine-tuning: {before:.1%}")
@@ -292,10 +298,7 @@ def main(settings: Settings) -> None:
         found = (train_dense if settings.stage == "dense" else tune)(settings, console.print)
         about = {
             **{"ctx": settings.ctx, "distance": settings.distance, "chunk": settings.chunk, "dtype": settings.dtype},
-            **{
-                "pages": settings.pages or settings.ctx // settings.page // 8,
-                "of_pages": settings.ctx // settings.page,
-            },
+            **{"pages": settings.budget, "of_pages": settings.ctx // settings.page},
             **{"device": jax.devices()[0].device_kind, "jax": jax.__version__},
             "date": datetime.date.today().isoformat(),
         }

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -30,7 +30,6 @@ def draw_choice(tables: Int[np.ndarray, "n L R M K"], query_pages: int, title: s
     """Query pages down, key pages to the right, a panel for each layer; the own chunks are shaded."""
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
     n, L, R, M, _ = tables.shape
     cell = -(-n * R // CELLS)
@@ -38,21 +37,24 @@ def draw_choice(tables: Int[np.ndarray, "n L R M K"], query_pages: int, title: s
     panels = [density(tables[:, l], cell, cells) for l in range(L)]
     columns = min(L, max(2, round(math.sqrt(1.3 * L))))
     rows = -(-L // columns)
-    figure = Figure(
-        figsize=(2.9 * columns + (1.2 if cell > 1 or M > 1 else 0.3), 3.0 * rows + 0.7), layout="constrained"
-    )
+    shares = cell > 1 or M > 1  # else every cell is chosen or not
+    width = 2.9 * columns + (1.2 if shares else 0.3)
+    figure = Figure(figsize=(width, 3.0 * rows + 0.7), layout="constrained")
     # One scale for all; most cells of a long sequence hold few of many pages, which a linear scale would not show.
     norm = PowerNorm(0.5, vmin=0, vmax=max(float(np.max(panels)), 1e-9))
-    style = {"norm": norm, "cmap": LinearSegmentedColormap.from_list("blues", BLUES), "interpolation": "nearest"}
-    image = None
+    style: dict[str, Any] = {
+        "norm": norm,
+        "cmap": LinearSegmentedColormap.from_list("blues", BLUES),
+        "interpolation": "nearest",
+    }
+    image, ends = None, np.arange(n + 1) * R
     for l, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
         if l >= L:
             axes.axis("off")
             continue
         shown = np.ma.masked_equal(panels[l], 0)
         extent = (0, cells * cell, cells * cell, 0)
-        for c in range(n):
-            axes.add_patch(Rectangle((c * R, c * R), R, R, color=OWN, linewidth=0, zorder=1))
+        axes.fill_betweenx(ends, ends, ends + R, step="post", color=OWN, linewidth=0, zorder=1)
         image = axes.imshow(shown, extent=extent, zorder=2, **style)
         axes.plot([0, n * R], [0, n * R], color=GREY, linewidth=0.5, zorder=1)
         axes.set(xlim=(0, query_pages), ylim=(query_pages, 0))
@@ -64,7 +66,7 @@ def draw_choice(tables: Int[np.ndarray, "n L R M K"], query_pages: int, title: s
     figure.supxlabel("key page", fontsize=9)
     figure.supylabel("query page", fontsize=9)
     title += "; the own chunk is shaded"
-    if cell > 1 or M > 1:  # else every cell is chosen or not
+    if shares:
         assert image is not None
         bar = figure.colorbar(image, ax=figure.axes, shrink=min(1.0, 1.4 / rows), aspect=25)
         heads = f", mean of {M} key/value heads" if M > 1 else ""
@@ -84,7 +86,7 @@ def draw_recall(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    _, L, R, M, _ = tables.shape
+    _, L, R, _, _ = tables.shape
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
     layers = np.arange(L)
@@ -93,7 +95,7 @@ def draw_recall(
         label = f"tokens {c * chunk:,} to {(c + 1) * chunk:,}"
         axes.plot(layers, values, color=LINE, alpha=shade, marker="o", markersize=3.5, linewidth=1.5, label=label)
         alike = np.mean(np.sum(tables[c] >= 0, axis=-1), axis=(-2, -1)) / (c * R)
-        style = {"label": "as many pages, were all alike"} if i == len(recall) - 1 else {}
+        style: dict[str, Any] = {"label": "as many pages, were all alike"} if i == len(recall) - 1 else {}
         axes.plot(layers, alike, color=GREY, alpha=shade, linestyle="--", linewidth=1.2, **style)
     axes.set(
         xlabel="layer",

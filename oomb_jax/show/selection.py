@@ -1,6 +1,7 @@
 """What Top-K attention chooses on one sequence: the pages by layer, how much of dense attention they hold."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,13 +150,13 @@ def run(model: Any, batch: Batch, config: Config) -> Choice:
     """The fill pass over the first sequence of the batch, and the recall of some chunks."""
     segments = None if batch.segments is None else jnp.asarray(batch.segments[0])
     row = cut(jnp.asarray(batch.tokens[0]), jnp.asarray(batch.labels[0]), segments, config)
-    options = {"compiler_options": COMPILER_OPTIONS}
-    one = jax.jit(lambda model, pools, c: fill(model, pools, row, config, c[None]), donate_argnums=1, **options)
+    jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+    one = jit(lambda model, pools, c: fill(model, pools, row, config, c[None]), donate_argnums=1)
     pools = jax.jit(lambda: create_pools(model, batch.tokens.shape[1], config))()
     for c in track(range(row.chunks), "fill pass", transient=True):
         pools = one(model, pools, jnp.int32(c))
         jax.block_until_ready(pools)
-    look = jax.jit(lambda model, pools, c: masses(model, pools, row, c, config), **options)
+    look = jit(lambda model, pools, c: masses(model, pools, row, c, config))
     recall = {}
     for c in measured_chunks(row.chunks, config):
         chosen, earlier = np.asarray(look(model, pools, jnp.int32(c))).T
@@ -181,12 +182,13 @@ def measured_chunks(chunks: int, config: Config) -> list[int]:
 def masses(model: Any, pools: Pools, row: Sequence, c: Int[Array, ""], config: Config) -> Float[Array, "L 2"]:
     """Runs one chunk again on filled pools; of each layer what `attention_mass` says of some of its query pages."""
     outer, layers = split(model)
-    assert pools.selection is not None
+    selection = pools.selection
+    assert selection is not None
     first_page, rows = c * (row.chunk // config.page), row.chunk // config.page
     # Padding at the end of the sequence has nothing to say.
     real = jnp.clip(-(-(row.length - c * row.chunk) // config.page), 1, rows)
     sample = (iota(min(ROWS, rows)) * real) // min(ROWS, rows)
-    segments = {}
+    segments: dict[str, Any] = {}
     if row.segments is not None:
         by_page = row.segments.reshape(-1, config.page)
         segments = {"q_segments": row.segments[c], "pool_segments": by_page}
@@ -194,7 +196,7 @@ def masses(model: Any, pools: Pools, row: Sequence, c: Int[Array, ""], config: C
     def body(h, x):
         l, layer = x
         q, k, v = layer.attention_inputs(h, row.positions(c))
-        table = pools.selection[c, l]
+        table = selection[c, l]
         mass = attention_mass(q, k, pools.k, l, first_page, table, sample, **segments)
         o, _ = paged_attention(*(q, k, v, pools.k, pools.v, l, table), implementation=config.implementation, **segments)
         return layer.attention_output(h, o), jnp.stack(mass)

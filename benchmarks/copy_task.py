@@ -71,11 +71,11 @@ class Settings:
     steps: int = 4000
     """Steps of `dense` at most; it ends when the last distance is solved."""
 
-    tuning: int = 200
+    tuning: int = 150
     """Steps of fine-tuning."""
 
     learning_rate: float = 2e-3
-    """Of `dense`; a fifth of it when fine-tuning."""
+    """Of `dense`; half of it when fine-tuning."""
 
     width: int = 128
     """Width of the model, two heads of half of it."""
@@ -173,7 +173,8 @@ class Machine:
 
     def __init__(self, settings: Settings, stage: Stage, optimizer: optax.GradientTransformation):
         """Nothing is compiled yet."""
-        self.settings, self.config, self.choice = settings, settings.method(stage), CHOICES[stage]
+        self.settings, self.config = settings, settings.method(stage)
+        self.choice: Choice = CHOICES[stage]
         self.optimizer = optimizer
         self.pools: Any = None
         jit = functools.partial(jax.jit, donate_argnames="pools", compiler_options=oomb_jax.COMPILER_OPTIONS)
@@ -231,7 +232,7 @@ def train_dense(settings: Settings, say: Callable[[str], None]) -> dict[str, Any
         done = {"steps": 0, "distance": 16}
         model = new_model(settings)
     optimizer = adam(optax.warmup_constant_schedule(0.0, settings.learning_rate, 50))
-    machine, state = Machine(settings, "dense", optimizer), optimizer.init(model)
+    machine, state = Machine(settings, "dense", optimizer), jax.jit(optimizer.init)(model)
     begun = time.perf_counter()
 
     def save():
@@ -261,8 +262,8 @@ def train_dense(settings: Settings, say: Callable[[str], None]) -> dict[str, Any
 def tune(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     """Fine-tunes the dense model with another attention."""
     model = models.load(settings.out / "dense")
-    optimizer = adam(optax.cosine_decay_schedule(settings.learning_rate / 5, settings.tuning, alpha=0.1))
-    machine, state = Machine(settings, settings.stage, optimizer), optimizer.init(model)
+    optimizer = adam(optax.cosine_decay_schedule(settings.learning_rate / 2, settings.tuning, alpha=0.1))
+    machine, state = Machine(settings, settings.stage, optimizer), jax.jit(optimizer.init)(model)
     before = measure(settings, machine, model)
     say(f"before fine-tuning: {before:.1%}")
     for number in range(settings.tuning):

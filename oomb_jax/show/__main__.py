@@ -29,11 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
     try:
         if isinstance(settings, Runs):
-            from oomb_jax.show.runs import show
-        else:
-            prepare_process(TrainConfig())  # JAX reads its flags when it starts
-            from oomb_jax.show.selection import show
-        return show(settings, console)
+            from oomb_jax.show import runs
+
+            return runs.show(settings, console)
+        prepare_process(TrainConfig())  # JAX reads its flags when it starts
+        from oomb_jax.show import selection
+
+        return selection.show(settings, console)
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE

@@ -63,13 +63,14 @@ def show(settings: settings_.Selection, console: Console) -> int:
     batch, source = sequence(data, base)
     attention = config.attention
     assert isinstance(attention, TopK)
+    weights = f"run {settings.run}" if settings.run else weights_directory(base) or "random weights"
     console.print(
-        f"{base.model}, {'run ' + str(settings.run) if settings.run else weights_directory(base) or 'random weights'}; "
-        f"{base.ctx:,} tokens of {source}; chunks of {config.chunk:,}, pages of {config.page}, "
-        f"{attention.pages} chosen by {attention.scope}"
+        f"{base.model}, {weights}; {base.ctx:,} tokens of {source}; chunks of {config.chunk:,}, pages of "
+        f"{config.page}, {attention.pages} chosen by {attention.scope}",
+        soft_wrap=True,
     )
     model = restored(base) if settings.run else create(base)
-    choice = run(model, batch, config)
+    choice = run(model, batch, config, console)
     table = describe(choice, config)
     console.print(print_table(table))
     out = settings.out or settings.run or Path("runs") / f"selection-{Path(base.model).name}-{base.ctx}"
@@ -137,7 +138,7 @@ def create(base: TrainConfig) -> Any:
 
 def restored(base: TrainConfig) -> Any:
     """The model of a run's latest checkpoint."""
-    model = models.abstract(find_model(base), dtype=base.dtype)
+    model = models.abstract(find_model(base), dtype=jnp.dtype(base.dtype))
     state = jax.eval_shape(build(base.optimizer_config(), model).init, model)
     try:
         with Checkpoints(base.directory / "checkpoints", keep=base.keep) as checkpoints:
@@ -146,14 +147,14 @@ def restored(base: TrainConfig) -> Any:
         raise ValueError(str(error)) from error
 
 
-def run(model: Any, batch: Batch, config: Config) -> Choice:
+def run(model: Any, batch: Batch, config: Config, console: Console) -> Choice:
     """The fill pass over the first sequence of the batch, and the recall of some chunks."""
     segments = None if batch.segments is None else jnp.asarray(batch.segments[0])
     row = cut(jnp.asarray(batch.tokens[0]), jnp.asarray(batch.labels[0]), segments, config)
     jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
     one = jit(lambda model, pools, c: fill(model, pools, row, config, c[None]), donate_argnums=1)
     pools = jax.jit(lambda: create_pools(model, batch.tokens.shape[1], config))()
-    for c in track(range(row.chunks), "fill pass", transient=True):
+    for c in track(range(row.chunks), "fill pass", console=console, transient=True, disable=not console.is_terminal):
         pools = one(model, pools, jnp.int32(c))
         jax.block_until_ready(pools)
     look = jit(lambda model, pools, c: masses(model, pools, row, c, config))

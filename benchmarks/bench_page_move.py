@@ -32,6 +32,9 @@ from oomb_jax.shapes import iota
 PRODUCT = 4096, 3584, 18944
 """The MLP of Qwen2.5-7B for a chunk of 4,096 tokens, up and down."""
 
+CHECKED = 40
+"""Pages that are compared before anything is timed."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -136,14 +139,14 @@ def check(settings: Settings, move: Move, pool, sharding, scales):
     """Stores random pages and fetches, or adds to and fetches them; returns the pool."""
     rng = np.random.default_rng(0)
     U = max(settings.pages)
-    pages = jnp.asarray(np.where(np.arange(U) < 40, rng.permutation(pool.shape[1])[:U], -1), jnp.int32)
+    pages = jnp.asarray(np.where(np.arange(U) < CHECKED, rng.permutation(pool.shape[1])[:U], -1), jnp.int32)
     shape = U, *pool.shape[2:]
-    stored = jnp.asarray(rng.normal(size=shape), move.pool)
+    stored = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16).astype(move.pool)
     put = jax.jit(store_pages, donate_argnums=0, out_shardings=sharding)
     pool = put(pool, jnp.int32(1), pages, stored)
     expected = stored.astype(jnp.float32)
     if move.operation == "add":
-        share = jnp.asarray(rng.normal(size=shape), jnp.float32)
+        share = jax.random.normal(jax.random.key(2), shape, jnp.float32)
         add = jax.jit(mover(move, 16, scales), donate_argnums=0, out_shardings=(sharding, None))
         pool, _ = add(pool, jnp.int32(1), pages, share)
         expected = expected + share
@@ -151,7 +154,8 @@ def check(settings: Settings, move: Move, pool, sharding, scales):
     got = jax.jit(functools.partial(fetch_pages, **wide))(pool, jnp.int32(1), pages)
     # To nearest half a unit in the last place, stochastically a whole one.
     tolerance = 2.0**-7 if move.operation == "add" and move.pool == "bfloat16" else 0.0
-    np.testing.assert_allclose(np.asarray(got[:40].astype(jnp.float32)), np.asarray(expected[:40]), rtol=tolerance)
+    got, expected = (np.asarray(x[:CHECKED].astype(jnp.float32)) for x in (got, expected))
+    np.testing.assert_allclose(got, expected, rtol=tolerance)
     return pool
 
 

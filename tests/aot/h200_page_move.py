@@ -119,7 +119,7 @@ def touches_host(line: str) -> bool:
     passed_on = {"parameter", "get-tuple-element", "bitcast", "call-start", "call-done", "optimization-barrier"}
     if made is None or made[1] in passed_on:
         return False
-    return not (made[1] == "custom-call" and 'custom_call_target="triton_kernel_call"' in line)
+    return not (made[1] == "custom-call" and 'custom_call_target="triton_kernel_call' in line)
 
 
 def hidden(program: str) -> list[int]:

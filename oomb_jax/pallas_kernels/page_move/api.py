@@ -166,7 +166,7 @@ def _choose(implementation: Implementation | None, operation: str, pool, pages, 
         if in_host_memory(pool):
             raise NotImplementedError(
                 f"{operation} with a pool in host memory: only implementation='triton' moves its pages"
-                + (f", and here there is {reason}" if reason else "")
+                + (f"; here: {reason}" if reason else "")
             )
         if reason and device_capability():
             _say_once(operation, reason)

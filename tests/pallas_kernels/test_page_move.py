@@ -162,7 +162,7 @@ def check_staged_gradients(backward, case, implementation, memory_kind=None):
     direct = backward(q, k_new, v_new, k_pool, v_pool, *pools, layer, table, *saved, rounding_key=key)[3:]
 
     staging = stage(table, k_pool.shape[1])
-    fetch = functools.partial(fetch_pages, implementation=implementation)
+    fetch = jax.jit(functools.partial(fetch_pages, implementation=implementation))
     k, v = (fetch(pool, layer, staging.pages)[None] for pool in (k_pool, v_pool))
     zeros = jnp.zeros(k.shape, jnp.float32)
     staged = backward(q, k_new, v_new, k, v, zeros, zeros, jnp.int32(0), staging.table, *saved)[3:]

@@ -27,7 +27,7 @@ from oomb_jax.pallas_kernels.paged_attention import (
     sinks_gradient,
 )
 from oomb_jax.pallas_kernels.paged_attention.cases import GPU, INTERPRETED, SMALL, Case, Inputs, inputs, named
-from oomb_jax.pallas_kernels.paged_attention.mosaic_rounding import stochastic_round
+from oomb_jax.pallas_kernels.rounding import stochastic_round
 from oomb_jax.shapes import accumulator
 from tests.tolerance import F64_GRADIENT, TIMES_PLAIN
 

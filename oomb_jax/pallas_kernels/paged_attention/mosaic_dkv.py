@@ -29,8 +29,8 @@ from oomb_jax.pallas_kernels.mosaic_tools import (
 )
 from oomb_jax.pallas_kernels.paged_attention.config import tiles
 from oomb_jax.pallas_kernels.paged_attention.mosaic import flat
-from oomb_jax.pallas_kernels.paged_attention.mosaic_rounding import random_bits, stochastic_round
 from oomb_jax.pallas_kernels.paged_attention.page_lists import invert
+from oomb_jax.pallas_kernels.rounding import random_bits, stochastic_round
 from oomb_jax.shapes import iota
 
 
@@ -190,13 +190,14 @@ def key_gradients(
 
             @pl.when(~is_own)
             def _():
-                at = (layer_ref[0] * P + page_ref[listed]) * M + kv_head
+                head_of_page = page_ref[listed] * M + kv_head
+                at = layer_ref[0] * P * M + head_of_page
                 for pool, (ref, gradient) in enumerate(((dk_ref, dk), (dv_ref, dv))):
                     before = plgpu.load(ref.at[at, inside], layout=plgpu.Layout.WGMMA, optimized=False)
                     total = before.astype(jnp.float32) + gradient
                     if words is not None and ref.dtype == jnp.bfloat16:
                         element = (warpgroup * ROWS + position(total, 0)) * H + position(total, 1)
-                        total = stochastic_round(total, random_bits(words_ref[pool], at, element))
+                        total = stochastic_round(total, random_bits(words_ref[pool], head_of_page, element))
                     ref.at[at, inside][...] = total.astype(ref.dtype)
 
         # Each role asks for its work itself: shared, the answers would hold registers that the loop needs.

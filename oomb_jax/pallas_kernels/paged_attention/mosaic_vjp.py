@@ -13,6 +13,7 @@ a page that no row names is neither read nor written.
 import jax
 import jax.numpy as jnp
 
+from oomb_jax.pallas_kernels import rounding
 from oomb_jax.pallas_kernels.mosaic_tools import LOG2E
 from oomb_jax.pallas_kernels.paged_attention.mosaic import fill_page, flat, key_arguments
 from oomb_jax.pallas_kernels.paged_attention.mosaic_dkv import key_gradients
@@ -49,7 +50,7 @@ def backward(
     keys = key_arguments(k_new, v_new, k_pool, v_pool, layer, table, q_segments, pool_segments)
     dq = query_gradient(k_pool.shape, q, d_out, lse2, delta, *keys, rows=table.shape[0], interpret=interpret)
     dk_ref, dv_ref = jax.new_ref(flat(dk_pool)), jax.new_ref(flat(dv_pool))
-    words = None if rounding_key is None else jax.random.bits(rounding_key, (2,), jnp.uint32)
+    words = None if rounding_key is None else rounding.words(rounding_key)
     dk_new, dv_new = key_gradients(
         *(q, d_out, lse2, delta, k_new, v_new, k_pool, v_pool, layer, by_head(table), dk_ref, dv_ref),
         q_segments=q_segments,

@@ -77,9 +77,9 @@ def test_recall_is_that_of_dense_probabilities(segments):
             assert 0 < recall <= 1
 
 
-@pytest.mark.parametrize(("cells", "cell"), [(10, 2), (5, 4), (19, 1)])
-def test_density_is_the_share_of_chosen_pairs(cells, cell):
-    rng = np.random.default_rng(cells)
+@pytest.mark.parametrize("cell", [1, 2, 3])  # the last cell of 3 is partial
+def test_density_is_the_share_of_chosen_pairs(cell):
+    rng = np.random.default_rng(cell)
     n, R, M, K = 5, 4, 2, 3
     table = np.full((n, R, M, K), -1)
     for c, r, m in np.ndindex(n, R, M):

@@ -41,7 +41,7 @@ test-latest: ## the test suite with the newest release of jax, in .venv-latest
 
 test-aot: ## compile the kernels for an H200 without a GPU, in .venv-aot (about a minute)
 	@VENV=.venv-aot sh scripts/setup dev,aot
-	.venv-aot/bin/python -m pytest $(pytest_flags) tests/aot tests/pallas_kernels/test_triton.py
+	.venv-aot/bin/python -m pytest $(pytest_flags) tests/aot tests/pallas_kernels/test_triton.py tests/pallas_kernels/test_page_move.py
 
 lint: ## style and types (after make setup)
 	$(python) -m ruff check

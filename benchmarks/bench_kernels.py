@@ -2,11 +2,14 @@
 
     XLA_FLAGS=--xla_gpu_enable_command_buffer= python benchmarks/bench_kernels.py
 
-Three problems: one row of random pages for all queries (dense), the same number of keys with the chunk among them, and
-a row of pages for every query page (Top-K). All have the chunk's own keys, causally; every pair of a query and a key
-that it sees counts, two matrix products forward and five backward. cuDNN's backward is its forward and backward less
-its forward. Errors are relative, against float32 on the host: of the last query page and the first key/value head, and
-for keys of one page.
+The problems: one row of random pages for all queries (dense), the same number of keys with the chunk among them, and
+Top-K, where every query page has a row of random pages, or the same row, or one for each key/value head. All have the
+chunk's own keys, causally; every pair of a query and a key that it sees counts, two matrix products forward and five
+backward. cuDNN's backward is its forward and backward less its forward. Errors are relative, against float32 on the
+host: of the last query page and the first key/value head, and for keys of one page.
+
+Then what a chunk of one layer waits for before Top-K attention: the scores of all pages, and with them the choice and
+its slots, in a loop on the device.
 
 Writes the figures as JSON.
 """
@@ -15,6 +18,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -25,8 +29,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from jax import lax
 
+from oomb_jax.pallas_kernels.page_score import page_scores
 from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
+from oomb_jax.selection import TopK, select, stage
 
 MATMUL = 8192
 """Side of the matrix product that stands for the chip's peak."""
@@ -49,6 +56,12 @@ class Settings:
 
     pool: int = 8192
     """Pages in the pool."""
+
+    scored: tuple[int, ...] = (16384, 32768)
+    """Pages to choose from where the choice is measured."""
+
+    only: tuple[str, ...] = ()
+    """Names of the problems to run, such as "top-k, the same pages"; all where there are none."""
 
     heads: int = 28
     kv_heads: int = 4
@@ -73,21 +86,37 @@ class Problem:
     """q, k_new, v_new, k_pool, v_pool, layer, table."""
     d_out: Any
     results: tuple[Any, ...]
-    """out, lse, dq, and the gradient of the keys of page table[-1, 0], first head."""
+    """out, lse, dq, and the gradient of the keys of the last row's first page, first head."""
     turns: dict[str, Callable[[], Any]]
     """One call, forward and backward."""
 
 
-def problem(settings: Settings, rows: int, pages: int, seed: int) -> Problem:
-    """Random inputs, with pages in random order, one layer of pools, and the kernels compiled."""
+def tables(settings: Settings) -> dict[str, np.ndarray]:
+    """By problem, the table: [R, K], or [R, M, K]. Pages are in random order."""
+    rng = np.random.default_rng(0)
+
+    def draw(*lists, pages):
+        each = [rng.choice(settings.pool, pages, replace=False) for _ in range(math.prod(lists))]
+        return np.stack(each).reshape(*lists, pages).astype(np.int32)
+
+    C, S, K = settings.queries, settings.page, settings.top_k
+    return {
+        "dense": draw(1, pages=settings.keys // S),
+        "dense with chunk": draw(1, pages=(settings.keys - C) // S),
+        "top-k": draw(C // S, pages=K),
+        "top-k, the same pages": np.repeat(draw(1, pages=K), C // S, axis=0),
+        "top-k, lists of heads": draw(C // S, settings.kv_heads, pages=K),
+    }
+
+
+def problem(settings: Settings, table: np.ndarray, seed: int) -> Problem:
+    """Random inputs, one layer of pools, and the kernels compiled."""
     draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     keys = iter(jax.random.split(jax.random.key(seed), 6))
     C, M, S, H = settings.queries, settings.kv_heads, settings.page, settings.width
     q, d_out = (draw(next(keys), (C, settings.heads, H)) for _ in range(2))
     k_new, v_new = (draw(next(keys), (C, M, H)) for _ in range(2))
     k_pool, v_pool = (draw(next(keys), (1, settings.pool, M, S, H)) for _ in range(2))
-    rng = np.random.default_rng(seed)
-    table = np.stack([rng.choice(settings.pool, pages, replace=False) for _ in range(rows)]).astype(np.int32)
     arguments = q, k_new, v_new, k_pool, v_pool, jnp.int32(0), jnp.asarray(table)
 
     named = {"implementation": settings.implementation}
@@ -97,7 +126,7 @@ def problem(settings: Settings, rows: int, pages: int, seed: int) -> Problem:
     step = lambda pools: backward(*arguments[:5], *pools, *arguments[5:], out, lse, d_out)
     zeros = lambda: [jnp.zeros(k_pool.shape, jnp.float32) for _ in range(2)]
     dq, _, _, dk_pool, _ = step(zeros())
-    results = out, lse, dq, dk_pool[0, table[-1, 0], 0]
+    results = out, lse, dq, dk_pool[0, table[-1].flat[0], 0]
     del dk_pool
     pools = zeros()
 
@@ -113,11 +142,11 @@ def errors(p: Problem) -> dict[str, float]:
     f32 = lambda x: np.asarray(x).astype(np.float32)
     q, k_new, v_new, k_pool, v_pool, _, table = p.forward
     out, lse, dq, dk = p.results
-    (C, N, H), (R, _), S = q.shape, table.shape, k_pool.shape[3]
+    (C, N, H), R, S = q.shape, table.shape[0], k_pool.shape[3]
     G = N // k_new.shape[1]
     q, d_out, out, dq = (f32(x[:, :G]).swapaxes(0, 1) for x in (q, p.d_out, out, dq))
     delta = np.sum(out * d_out, axis=-1)
-    table = np.asarray(table)
+    table = np.asarray(table).reshape(R, -1, table.shape[-1])[:, 0]  # the first head's
 
     last = slice(C - S, C)
     whole = lambda pool, own: np.concatenate([f32(pool[0, table[-1], 0]).reshape(-1, H), f32(own[:, 0])])
@@ -186,43 +215,78 @@ def seconds(turns: dict[str, Callable[[], Any]], rounds: int, calls: int) -> dic
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def choice(settings: Settings, P: int) -> dict[str, float]:
+    """Milliseconds of one chunk and layer, of P pages and whatever implementation nobody named."""
+    C, M, S = settings.queries, settings.kv_heads, settings.page
+    keys = jax.random.split(jax.random.key(P))
+    q = jax.random.normal(keys[0], (C, settings.heads, settings.width), jnp.bfloat16)
+    representatives = jax.random.normal(keys[1], (P, M, settings.width), jnp.bfloat16) * S**-0.5
+    start, votes, first_page = jnp.zeros(C // S, jnp.int32), jnp.ones(C, bool), jnp.int32(P - C // S)
+
+    def choose(scope, q, representatives, first_page):
+        table = select(TopK(pages=settings.top_k, scope=scope), q, representatives, first_page, page=S)
+        return table, stage(table, P)
+
+    def milliseconds(function):
+        def loop(*arguments):
+            def body(_, results):
+                # Each turn has to wait for the last and cannot be taken out of the loop.
+                return function(*lax.optimization_barrier((arguments, results))[0])
+
+            return lax.fori_loop(1, settings.calls, body, function(*arguments))
+
+        turn = functools.partial(jax.jit(loop), q, representatives, first_page)
+        return 1e3 * seconds({"": turn}, settings.rounds, 2)[""] / settings.calls
+
+    return {
+        "scores ms": milliseconds(lambda q, r, first_page: page_scores(q, r, start, first_page, votes)),
+        "choice ms": milliseconds(functools.partial(choose, "all_heads")),
+        "choice by head ms": milliseconds(functools.partial(choose, "kv_head")),
+    }
+
+
+def measure(settings: Settings, table: np.ndarray, seed: int) -> dict[str, Any]:
+    """Rates and errors of one problem."""
+    C, S, pages = settings.queries, settings.page, table.shape[-1]
+    product = 2 * settings.heads * settings.width
+    p = problem(settings, table, seed)
+    found = errors(p)
+    times = seconds(yardsticks(settings) | p.turns, settings.rounds, settings.calls)
+    contiguous, pairs = C * settings.keys * product, (C * pages * S + C * (C + 1) // 2) * product
+    rate = {
+        "matmul": 2 * MATMUL**3 / times["matmul"],
+        "cudnn forward": 2 * contiguous / times["cudnn forward"],
+        "cudnn backward": 5 * contiguous / (times["cudnn both"] - times["cudnn forward"]),
+        "forward": 2 * pairs / times["forward"],
+        "backward": 5 * pairs / times["backward"],
+    }
+    return (
+        {"rows": len(table), "pages": pages, "distinct pages": len(np.unique(table))}
+        | {f"{key} TFLOP/s": round(value / 1e12, 1) for key, value in rate.items()}
+        | {f"{way} share of matmul": round(rate[way] / rate["matmul"], 3) for way in ("forward", "backward")}
+        | {f"{way} x cudnn": round(rate[way] / rate[f"cudnn {way}"], 3) for way in ("forward", "backward")}
+        | {f"error {key}": float(f"{value:.2e}") for key, value in found.items()}
+    )
+
+
 def main(settings: Settings) -> None:
     """Measures, prints a table and writes the figures."""
-    C, S = settings.queries, settings.page
-    shapes = {
-        "dense": (1, settings.keys // S),
-        "dense with chunk": (1, (settings.keys - C) // S),
-        "top-k": (C // S, settings.top_k),
-    }
-    product = 2 * settings.heads * settings.width
-    rows, times = [], {}
-    for seed, (name, (R, pages)) in enumerate(shapes.items()):
-        p = problem(settings, R, pages, seed)
-        found = errors(p)
-        times = seconds(yardsticks(settings) | p.turns, settings.rounds, settings.calls)
-        contiguous, pairs = C * settings.keys * product, (C * pages * S + C * (C + 1) // 2) * product
-        rate = {
-            "matmul": 2 * MATMUL**3 / times["matmul"],
-            "cudnn forward": 2 * contiguous / times["cudnn forward"],
-            "cudnn backward": 5 * contiguous / (times["cudnn both"] - times["cudnn forward"]),
-            "forward": 2 * pairs / times["forward"],
-            "backward": 5 * pairs / times["backward"],
-        }
-        rows.append(
-            {"problem": name, "rows": R, "pages": pages}
-            | {f"{key} TFLOP/s": round(value / 1e12, 1) for key, value in rate.items()}
-            | {f"{way} share of matmul": round(rate[way] / rate["matmul"], 3) for way in ("forward", "backward")}
-            | {f"{way} x cudnn": round(rate[way] / rate[f"cudnn {way}"], 3) for way in ("forward", "backward")}
-            | {f"error {key}": float(f"{value:.2e}") for key, value in found.items()}
-        )
-        print("\n".join(f"{key:>28} {value}" for key, value in rows[-1].items()), end="\n\n", flush=True)
-        del p
+    show = lambda row: print("\n".join(f"{key:>28} {value}" for key, value in row.items()), end="\n\n", flush=True)
+    problems, choices = [], []
+    for seed, (name, table) in enumerate(tables(settings).items()):
+        if not settings.only or name in settings.only:
+            problems.append({"problem": name} | measure(settings, table, seed))
+            show(problems[-1])
+    for P in settings.scored:
+        choices.append({"scored pages": P} | {key: round(value, 3) for key, value in choice(settings, P).items()})
+        show(choices[-1])
     report = {
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "settings": {key: str(value) for key, value in dataclasses.asdict(settings).items() if key != "json"},
-        "problems": rows,
+        "problems": problems,
+        "choices": choices,
     }
     settings.json.parent.mkdir(parents=True, exist_ok=True)
     settings.json.write_text(json.dumps(report, indent=2) + "\n")

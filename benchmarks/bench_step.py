@@ -2,6 +2,7 @@
 
     python benchmarks/bench_step.py --contexts 16384 65536
     python benchmarks/bench_step.py --contexts 16384 65536 --method parallel
+    python benchmarks/bench_step.py --contexts 65536 --attention topk --selection random
     python benchmarks/bench_step.py --contexts 16384 --profile
 
 Random weights and tokens, no optimizer. `chunked` is `value_and_grad`; `parallel` is full attention with cuDNN and a
@@ -11,6 +12,10 @@ that step alone: weights, gradients, pools and everything temporary.
 The figures are added to those that the JSON file already holds; then all of them are printed as a table and drawn. The
 share of the peak counts the operations that the gradient needs (6 for each parameter and token, and the causal half of
 attention), not those that are computed again.
+
+What Top-K costs hangs on what it chooses, so `--selection` can force the two ends: `random`, every query page other
+pages, nearly disjoint where there are many; `same`, all query pages of a chunk the same ones. Pages are scored all the
+same. The record has the distinct pages of a chunk and layer, and the bytes that move if each of them moves once a pass.
 
 `--profile` traces one more step and prints its kernels' time by phase and kind, and the time that the same matrix
 products take alone. The trace stays in `--trace`, for XProf or Perfetto.
@@ -31,6 +36,7 @@ import tyro
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from selections import forced, page_traffic
 
 from oomb_jax.config import Remat
 from oomb_jax.train.metrics import model_flops, peak_flops
@@ -57,6 +63,9 @@ class Settings:
 
     pages: int = 64
     """Pages that a query page chooses, with `topk`."""
+
+    selection: Literal["model", "random", "same"] = "model"
+    """Which pages those are: what the `model` chooses, `random` ones, or the `same` for all query pages of a chunk."""
 
     chunk: int = 4096
     """Tokens of a chunk."""
@@ -88,6 +97,10 @@ class Settings:
     figure: Path = Path("docs/step.png")
     """Where they are drawn."""
 
+    def __post_init__(self):
+        if self.selection != "model" and (self.attention != "topk" or self.method != "chunked"):
+            raise ValueError(f"selection={self.selection!r}: of --attention topk and --method chunked only")
+
 
 def measure(settings: Settings, context: int) -> dict[str, Any]:
     """One context; runs in a process of its own."""
@@ -111,7 +124,8 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
     options = {"donate_argnums": 1, "compiler_options": oomb_jax.COMPILER_OPTIONS}
     start = time.perf_counter()
     step = jax.jit(functools.partial(function, config=config), **options)
-    step = step.lower(model, pools, ids[:-1], ids[1:]).compile()
+    with forced(settings.selection):
+        step = step.lower(model, pools, ids[:-1], ids[1:]).compile()
     compiled_in = time.perf_counter() - start
 
     def run():
@@ -146,6 +160,11 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
     }
+    if pools is not None and pools.selection is not None:
+        keys = config.page * sizes.num_key_value_heads * sizes.head_dim  # numbers in a page of keys, or of values
+        widths = (jnp.dtype(config.kv_dtype or "bfloat16"), jnp.dtype(config.kv_grad_dtype or "float32"))
+        kv, gradient = (2 * keys * width.itemsize for width in widths)
+        record |= page_traffic(pools.selection, kv_page=kv, gradient_page=gradient)
     if settings.profile:
         from step_profile import breakdown
 
@@ -158,9 +177,9 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
 def collect(settings: Settings) -> list[dict[str, Any]]:
     """Measures every context and adds the records to the file; all records of the file."""
     numbers = "chunk", "remat", "grad_dtype", "kv_grad_dtype", "implementation", "steps"
-    kept = "method", "model", "attention", "pages", *numbers
+    kept = "method", "model", "attention", "pages", "selection", *numbers
     about = {key: getattr(settings, key) for key in kept}
-    identity = lambda record: [record[key] for key in ("context", *kept)]
+    identity = lambda record: [record.get(key, "model") for key in ("context", *kept)]  # `selection` came later
     records = json.loads(settings.json.read_text(encoding="utf-8")) if settings.json.exists() else []
     spawn = multiprocessing.get_context("spawn")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # JAX would take three quarters and no more
@@ -179,18 +198,25 @@ def label(record: dict[str, Any]) -> str:
     dtypes = f"{short[record['grad_dtype']]}/{short[record['kv_grad_dtype']]} gradients"
     if record["method"] == "parallel":
         return f"parallel, checkpoint per layer, {dtypes}"
-    attention = f"top {record['pages']} pages" if record["attention"] == "topk" else "dense"
+    attention = "dense"
+    if record["attention"] == "topk":
+        chosen = "" if record.get("selection", "model") == "model" else f" ({record['selection']})"
+        attention = f"top {record['pages']} pages{chosen}"
     return f"chunked, {attention}, chunk {record['chunk']}, {record['remat']}, {dtypes}"
 
 
 def table(records: list[dict[str, Any]]) -> Table:
     """All records, a row each."""
     columns = "setting", "context", "seconds", "tokens/s", "of peak", "memory (GiB)"
-    result = Table(*columns, title=f"{records[-1]['model']} on {records[-1]['device']}")
+    title = f"{records[-1]['model']} on {records[-1]['device']}"
+    result = Table(*columns, "distinct pages", "pages moved (GB)", title=title)
     for r in sorted(records, key=lambda r: (label(r), r["context"])):
         share = "" if r["share_of_peak"] is None else f"{r['share_of_peak']:.1%}"
         figures = f"{r['seconds']:.2f}", f"{r['tokens_per_second']:,.0f}", share, f"{r['memory_gib']:.1f}"
-        result.add_row(label(r), f"{r['context']:,}", *figures)
+        pages = "", ""
+        if "distinct_pages" in r:
+            pages = f"{r['distinct_pages']:,.0f}", f"{sum(r['gigabytes'].values()):,.1f}"
+        result.add_row(label(r), f"{r['context']:,}", *figures, *pages)
     return result
 
 

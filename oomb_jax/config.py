@@ -54,8 +54,8 @@ class Config:
     None: all layers."""
 
     implementation: Implementation | None = None
-    """Which attention runs: `"mosaic"`, the kernels for Hopper GPUs, or `"reference"`. A named one never falls back.
-    None: the reference, until a whole step was measured with the kernels."""
+    """Which attention runs: `"mosaic"`, the kernels for Hopper GPUs, `"triton"`, those for GPUs from Ampere on, or
+    `"reference"`. A named one never falls back. None: the first of them that can run; on a GPU it logs once which."""
 
     def __post_init__(self):
         if self.page < 8:

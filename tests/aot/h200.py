@@ -1,22 +1,14 @@
-"""Compiles `paged_attention` and its gradient for an H200 from a description of the chip; no GPU is needed.
+"""Compiles for an H200 from a description of the chip; no GPU is needed.
 
-    python -m tests.aot.h200 "dict(R=32, K=64)"
-
-Prints the copies of pools in the compiled program. Uses private parts of JAX, as there is no public way yet.
+Uses private parts of JAX, as there is no public way yet.
 """
 
-import functools
-import re
-import sys
-
 import jax
-import jax.numpy as jnp
 from jax._src import compiler
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
-
-from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
 
 H200 = """
 gpu_device_info {
@@ -32,68 +24,22 @@ runtime_version { major: 13 minor: 0 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
 
+_MESH = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
 
-def main(
-    *,
-    C=4096,
-    M=4,
-    G=7,
-    H=128,
-    S=128,
-    R=1,
-    K=256,
-    P=4096,
-    L=2,
-    segmented=False,
-    gradient_dtype="float32",
-    stochastic=False,
-):
-    """Compiles one case, the gradient pools donated."""
+
+def array(*shape, dtype: DTypeLike = "bfloat16"):
+    """An argument of `compiled`."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(_MESH, PartitionSpec()))
+
+
+def compiled(function, *arguments, donate=(), **more):
+    """The executable of a function of arrays; donate: which arguments."""
+    with jax.sharding.use_abstract_mesh(_MESH):
+        traced = jax.jit(function, donate_argnums=donate).trace(*arguments, **more)
+        lowered = traced.lower(lowering_platforms=("cuda",))
     topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
-    q, own, pool = array(C, M * G, H), array(C, M, H), array(L, P, M, S, H)
-    gradients = array(L, P, M, S, H, dtype=gradient_dtype)
-    indices = array(dtype="int32"), array(R, K, dtype="int32")
-    segments = {}
-    if segmented:
-        segments = {"q_segments": array(C, dtype="int32"), "pool_segments": array(P, S, dtype="int32")}
-    lse = array(M * G, C, dtype="float32")
-    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=sharding)
-
-    def compiled(function, *arguments, donate=(), **more):
-        function = jax.jit(functools.partial(function, implementation="mosaic"), donate_argnums=donate)
-        with jax.sharding.use_abstract_mesh(mesh):
-            lowered = function.trace(*arguments, **segments, **more).lower(lowering_platforms=("cuda",))
-        options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
-        devices = _jax.DeviceList(tuple(topology.devices))
-        client = topology.devices[0].client
-        executable = client.compile(lowered.compiler_ir(), executable_devices=devices, compile_options=options)
-        return executable.hlo_modules()[0].to_string()
-
-    programs = (
-        compiled(paged_attention, q, own, own, pool, pool, *indices),
-        compiled(
-            paged_attention_vjp,
-            *(q, own, own, pool, pool, gradients, gradients, *indices, q, lse, q),
-            donate=(5, 6),
-            **({"rounding_key": key} if stochastic else {}),
-        ),
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
+    devices = _jax.DeviceList(tuple(topology.devices))
+    return topology.devices[0].client.compile(
+        lowered.compiler_ir(), executable_devices=devices, compile_options=options
     )
-    # A pool has L * P * M * S * H elements, a layer of it P * M * S * H; nothing else is as large.
-    shapes = [
-        f"{L},{P},{M},{S},{H}",
-        f"{L * P * M},{S},{H}",
-        f"{P},{M},{S},{H}",
-        f"1,{P},{M},{S},{H}",
-        f"{P * M},{S},{H}",
-    ]
-    pattern = re.compile(rf"\[({'|'.join(shapes)})\]\S* (copy|slice|dynamic-slice|fusion|dynamic-update-slice)\(")
-    print(
-        "copies:", [line.strip()[:200] for program in programs for line in program.splitlines() if pattern.search(line)]
-    )
-
-
-if __name__ == "__main__":
-    main(**eval(sys.argv[1]))

@@ -15,6 +15,7 @@ import pytest
 CASES = {
     "dense": "",
     "top-k": "R=32, K=64, P=8192",
+    "top-k, lists of heads": "R=32, K=64, P=8192, by_head=True",
     "segments": "segmented=True",
     "segments, top-k": "segmented=True, R=32, K=64, P=8192",
     "head width 64": "H=64, G=4",
@@ -23,7 +24,10 @@ CASES = {
     "segments, pages of 64": "segmented=True, S=64, K=512",
     "bfloat16 gradient pools": "gradient_dtype='bfloat16'",
     "stochastic rounding": "gradient_dtype='bfloat16', stochastic=True",
-    "stochastic rounding, segments, top-k": "gradient_dtype='bfloat16', stochastic=True, segmented=True, R=32, K=64",
+    "segments, one list for each head": "segmented=True, by_head=True",
+    "stochastic rounding, segments, top-k, lists of heads": (
+        "gradient_dtype='bfloat16', stochastic=True, segmented=True, R=32, K=64, by_head=True"
+    ),
 }
 
 
@@ -31,7 +35,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_compile_without_spills_and_copies(case):
     environment = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    command = [sys.executable, "-m", "tests.aot.h200", f"dict({CASES[case]})"]
+    command = [sys.executable, "-m", "tests.aot.h200_paged_attention", f"dict({CASES[case]})"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     report = done.stdout + done.stderr
     assert done.returncode == 0, report

@@ -11,7 +11,7 @@ import pytest
 CASES = {
     "reference": "implementation='reference'",
     "mosaic": "implementation='mosaic'",
-    "mosaic, by key/value head": "implementation='mosaic', scope='kv_head', segmented=True",
+    "mosaic by default, by key/value head": "implementation=None, scope='kv_head', segmented=True",
     "mosaic, pages of 64, head width 64": "implementation='mosaic', S=64, H=64, M=2, P=65536",
 }
 

@@ -6,6 +6,7 @@ tests/pallas_kernels`.
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races  # there is no public name
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from oomb_jax.pallas_kernels.page_score import mosaic, page_scores
+from oomb_jax.pallas_kernels import device
+from oomb_jax.pallas_kernels.page_score import mosaic, page_scores, reference
 from tests.tolerance import F64_GRADIENT, PAGE_SCORE
 
 
@@ -138,3 +140,27 @@ def test_wrong_arguments_are_refused():
         page_scores(q, representatives, jnp.zeros(5, jnp.int32), end, votes)
     with pytest.raises(NotImplementedError, match="'mosaic': head width 8"):
         page_scores(q, representatives, starts, end, votes, implementation="mosaic")
+
+
+def test_the_kernel_runs_where_it_can(monkeypatch, caplog):
+    x = inputs(MOSAIC[0])
+    ran = []
+
+    def kernel(*arguments, **options):
+        ran.append(True)
+        return reference.page_scores(*arguments, **options)
+
+    monkeypatch.setattr(mosaic, "page_scores", kernel)
+    caplog.set_level("INFO")
+    device._log_once.cache_clear()
+    page_scores(*x)
+    assert not ran
+    assert not caplog.messages
+    hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(device, "current_device", lambda: hopper)
+    page_scores(*x)
+    page_scores(*x, implementation="reference")
+    page_scores(*(t.astype("float32") if i < 2 else t for i, t in enumerate(x)))
+    assert len(ran) == 1
+    refused = "page scores: reference; not mosaic: queries of float32, where the kernel takes bfloat16 or float16"
+    assert caplog.messages == ["page scores: mosaic", refused]

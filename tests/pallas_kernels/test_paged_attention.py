@@ -6,6 +6,7 @@ tests/pallas_kernels`.
 
 import dataclasses
 import functools
+import types
 from typing import Any, ClassVar
 
 import jax
@@ -15,17 +16,18 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races  # there is no public name
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from oomb_jax.pallas_kernels import device
 from oomb_jax.pallas_kernels.paged_attention import (
     Window,
-    api,
     mosaic,
     mosaic_vjp,
     paged_attention,
     paged_attention_vjp,
+    reference,
     sinks_gradient,
 )
-from oomb_jax.pallas_kernels.paged_attention.cases import GPU, INTERPRETED, SMALL, Case, Inputs, inputs
-from oomb_jax.pallas_kernels.paged_attention.mosaic_rounding import stochastic_round
+from oomb_jax.pallas_kernels.paged_attention.cases import GPU, INTERPRETED, SMALL, Case, Inputs, inputs, named
+from oomb_jax.pallas_kernels.rounding import stochastic_round
 from oomb_jax.shapes import accumulator
 from tests.tolerance import F64_GRADIENT, TIMES_PLAIN
 
@@ -38,19 +40,23 @@ def definition(q, k_new, v_new, k_pages, v_pages, sinks, table, masks):
     For 16-bit inputs this is plain attention: 16-bit products and weights, a float32 softmax.
     """
     C, N, H = q.shape
-    S, Q = k_pages.shape[2], C // table.shape[0]
+    M, S, Q = k_pages.shape[1], k_pages.shape[2], C // table.shape[0]
     masks = jax.tree.map(np.asarray, masks)
     outs, lses = [], []
-    for row, ids in enumerate(table):
+    for row, lists in enumerate(table.reshape(len(table), -1, table.shape[-1])):
         # Padding stands for page 0, masked, so that all rows have the same shapes and operations compile once.
-        ids, named, queries = np.maximum(ids, 0), ids >= 0, np.arange(row * Q, (row + 1) * Q)
-        flat = lambda pages, ids=ids: pages[ids].swapaxes(1, 2).reshape(-1, *k_new.shape[1:])
+        lists = np.broadcast_to(lists, (M, lists.shape[1]))
+        ids, named, queries = np.maximum(lists, 0), lists >= 0, np.arange(row * Q, (row + 1) * Q)
+        heads = lambda pages, ids=ids: pages[ids, np.arange(M)[:, None]].reshape(M, -1, H)
         k, v = (
-            jnp.repeat(jnp.concatenate([flat(pages), own]).astype(q.dtype), N // own.shape[1], axis=1)
+            jnp.repeat(jnp.concatenate([heads(pages), own.swapaxes(0, 1)], axis=1).astype(q.dtype), N // M, axis=0)
             for pages, own in ((k_pages, k_new), (v_pages, v_new))
         )
-        of_keys = lambda pages, own, ids=ids: np.concatenate([pages[ids].ravel(), own])
-        mask = np.concatenate([np.tile(np.repeat(named, S), (Q, 1)), queries[:, None] >= np.arange(C)], axis=1)
+        by_head = lambda pages, ids=ids: pages[ids].reshape(M, 1, -1)
+        of_keys = lambda pages, own, by_head=by_head: np.concatenate([by_head(pages), np.tile(own, (M, 1, 1))], axis=2)
+        earlier = np.broadcast_to(np.repeat(named, S, axis=1)[:, None], (M, Q, S * ids.shape[1]))
+        causal = np.broadcast_to(queries[:, None] >= np.arange(C), (M, Q, C))
+        mask = np.concatenate([earlier, causal], axis=2)
         if "page_lengths" in masks:
             mask &= of_keys(np.arange(S) < masks["page_lengths"][:, None], np.ones(C, bool))
         if "q_segments" in masks:
@@ -60,14 +66,14 @@ def definition(q, k_new, v_new, k_pages, v_pages, sinks, table, masks):
             size, q_start, starts = masks["window"]
             places = of_keys(starts[:, None] + np.arange(S), q_start + np.arange(C))
             mask &= q_start + queries[:, None] - places < size
-        scores = jnp.einsum("qnh,unh->nqu", q[queries], k).astype(accumulator(q.dtype)) / np.sqrt(H)
-        scores = jnp.where(mask[None], scores, -jnp.inf)
+        scores = jnp.einsum("qnh,nuh->nqu", q[queries], k).astype(accumulator(q.dtype)) / np.sqrt(H)
+        scores = jnp.where(np.repeat(mask, N // M, axis=0), scores, -jnp.inf)
         lse = jax.nn.logsumexp(scores, axis=2)
         if sinks is not None:
             lse = jnp.logaddexp(lse, sinks.astype(lse.dtype)[:, None])
         weights = jnp.exp(scores - lse[:, :, None])
         lses.append(lse)
-        outs.append(jnp.einsum("nqu,unh->qnh", weights.astype(q.dtype), v))
+        outs.append(jnp.einsum("nqu,nuh->qnh", weights.astype(q.dtype), v))
     return jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
 
 
@@ -75,10 +81,10 @@ def by_definition(x, dtype):
     """The results in the order of OUTPUTS, of the pools what this chunk adds to them, with inputs of `dtype`."""
     *tensors, layer, table = x.forward
     table = np.asarray(table)
-    named = np.unique(table[table >= 0])
     q, k_new, v_new, *pools = (t.astype(dtype) for t in tensors)
     # Only named pages exist for the formula; the others hold NaN, here 0.
-    pages = [jnp.zeros_like(pool[0]).at[named].set(pool[layer, named]) for pool in pools]
+    exists = named(table, *pools[0].shape[1:3])[:, :, None, None]
+    pages = [jnp.where(exists, pool[layer], 0) for pool in pools]
     formula = lambda q, k_new, v_new, k, v, sinks: definition(q, k_new, v_new, k, v, sinks, table, x.masks)
     (out, lse), vjp = jax.vjp(formula, q, k_new, v_new, *pages, x.sinks.get("sinks"))
     return out, lse, *vjp((x.d_out.astype(dtype), jnp.zeros_like(lse)))
@@ -131,7 +137,7 @@ class Suite:
         with jax.default_device(cpu):
             exact = by_definition(x, accumulator(case.dtype))
             bounds = bound(x, exact)
-        unnamed = np.setdiff1d(np.arange(x.dk_pool.shape[1]), table)
+        unnamed = ~named(table, *x.dk_pool.shape[1:3])
         for name, result, want, most in zip(OUTPUTS, results, exact, bounds, strict=True):
             if want is None:  # no sinks
                 continue
@@ -165,13 +171,13 @@ class Suite:
         """Narrow gradient pools are rounded once, to nearest or without bias."""
         x = inputs(case, seed=1)
         out, lse = self.forward(*x.forward)
-        named = np.unique(x.forward[6][x.forward[6] >= 0])
+        touched = named(x.forward[6], *x.dk_pool.shape[1:3])
 
         def pools(dtype, key=None):
             before = x.dk_pool.astype("bfloat16").astype(dtype), x.dv_pool.astype("bfloat16").astype(dtype)
             arguments = *x.forward[:5], *before, *x.forward[5:], out, lse, x.d_out
             after = jnp.stack(self.backward(*arguments, rounding_key=key)[3:])
-            return np.asarray(after[:, x.forward[5], named])
+            return np.asarray(after[:, x.forward[5]])[:, touched]
 
         exact = pools("float32")
         assert (pools("bfloat16") == exact.astype("bfloat16")).all()
@@ -187,8 +193,19 @@ class TestReference(Suite):
             case = dataclasses.replace(case, dtype="float64")
             self.check(case, lambda x, exact: [F64_GRADIENT] * len(OUTPUTS))
 
-    def test_narrow_gradient_pools_are_rounded_once(self):
-        self.check_rounding(Case(C=16, M=1, G=2, H=8, S=8, earlier=3), draws=200)
+    @pytest.mark.parametrize(
+        "case",
+        [
+            Case(C=16, M=1, G=2, H=8, S=8, earlier=3),
+            Case(C=32, M=1, G=1, H=8, S=8, earlier=4, rows=4, spare=0),  # pages that several rows name
+            Case(C=64, M=2, G=1, H=8, S=8, earlier=3, rows=8, by_head=True, spare=0),
+        ],
+        ids=str,
+    )
+    def test_narrow_gradient_pools_are_rounded_once(self, case, monkeypatch):
+        # Blocks of a page each: the rows that name a page add to it in different blocks.
+        monkeypatch.setattr(reference, "_block_budget", lambda: 1)
+        self.check_rounding(case, draws=200)
 
 
 def at_most_plain(case):
@@ -199,12 +216,19 @@ def at_most_plain(case):
     ]
 
 
+def interpreted(function, **options):
+    """The function, done when it returns: the interpreter calls JAX, where on few cores it may wait for operations that
+    were asked for meanwhile and wait for its results."""
+    function = jax.jit(functools.partial(function, **options))
+    return lambda *arguments, **more: jax.block_until_ready(function(*arguments, **more))
+
+
 class TestMosaicInterpreted(Suite):
     """The interpreter gives kernels results and scratch memory that hold NaN."""
 
     options: ClassVar = {"q_segments": None, "pool_segments": None, "interpret": plgpu.InterpretGPUParams()}
-    forward = staticmethod(jax.jit(functools.partial(mosaic.forward, **options)))
-    backward = staticmethod(jax.jit(functools.partial(mosaic_vjp.backward, **options)))
+    forward = staticmethod(interpreted(mosaic.forward, **options))
+    backward = staticmethod(interpreted(mosaic_vjp.backward, **options))
 
     @pytest.mark.parametrize("case", INTERPRETED, ids=str)
     def test_results_are_as_good_as_plain_attention(self, case):
@@ -217,10 +241,10 @@ class TestMosaicInterpreted(Suite):
         case = Case(C=256, M=1, G=5, H=64, S=64, earlier=5, rows=2, segments=True, dtype="bfloat16")
         options = self.options | {"interpret": plgpu.InterpretGPUParams(detect_races=True)}
         x = inputs(case, seed=3)
-        out, lse = jax.jit(functools.partial(mosaic.forward, **options | x.masks))(*x.forward)
+        out, lse = interpreted(mosaic.forward, **options | x.masks)(*x.forward)
         assert not get_races().races_found
         arguments = *x.forward[:5], x.dk_pool, x.dv_pool, *x.forward[5:], out, lse, x.d_out
-        jax.block_until_ready(jax.jit(functools.partial(mosaic_vjp.backward, **options | x.masks))(*arguments))
+        interpreted(mosaic_vjp.backward, **options | x.masks)(*arguments)
         assert not get_races().races_found
 
 
@@ -238,14 +262,18 @@ class TestMosaic(Suite):
         self.check_repeats(case)
 
     def test_narrow_gradient_pools_are_rounded_once(self):
-        self.check_rounding(Case(C=256, M=2, G=3, H=128, S=128, earlier=20, rows=2, dtype="bfloat16"), draws=20)
+        case = Case(C=256, M=2, G=3, H=128, S=128, earlier=20, rows=2, dtype="bfloat16")
+        self.check_rounding(case, draws=20)
+        self.check_rounding(dataclasses.replace(case, earlier=10, by_head=True), draws=2)
 
     def test_rows_of_the_same_pages_give_the_bits_of_one_row(self):
         case = Case(C=512, M=2, G=3, H=128, S=128, earlier=5, dtype="bfloat16")
         x = inputs(case, seed=2)
         by_row = dataclasses.replace(x, forward=(*x.forward[:6], jnp.repeat(x.forward[6], 4, axis=0)))
-        for one, many in zip(self.run(x)[:7], self.run(by_row)[:7], strict=True):
-            assert np.asarray(one).tobytes() == np.asarray(many).tobytes()
+        by_head = dataclasses.replace(x, forward=(*x.forward[:6], jnp.repeat(by_row.forward[6][:, None], 2, axis=1)))
+        for one, *others in zip(*(self.run(y)[:7] for y in (x, by_row, by_head)), strict=True):
+            for other in others:
+                assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 def test_rounding_in_kernels_leaves_alone_what_it_must():
@@ -267,6 +295,8 @@ def test_wrong_arguments_are_refused():
         paged_attention(q[:, :5], k_new, v_new, k_pool, v_pool, layer, table)
     with pytest.raises(ValueError, match="each row serves the same number"):
         paged_attention(q, k_new, v_new, k_pool, v_pool, layer, jnp.repeat(table, 5, axis=0))
+    with pytest.raises(ValueError, match=r"table \(1, 3, 8\) for 2 key/value heads"):
+        paged_attention(q, k_new, v_new, k_pool, v_pool, layer, jnp.repeat(table[:, None], 3, axis=1))
     with pytest.raises(ValueError, match="go together"):
         paged_attention(*x.forward, q_segments=jnp.zeros(16, jnp.int32))
     with pytest.raises(ValueError, match="window of 0 tokens"):
@@ -275,16 +305,44 @@ def test_wrong_arguments_are_refused():
         paged_attention(*x.forward, implementation="mosaic")
 
 
-def test_what_the_kernels_cannot_take_is_refused_or_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(api, "_is_hopper", lambda: True)
-    api._log_once.cache_clear()
+def test_kernels_run_where_they_can_and_it_is_told_once(monkeypatch, caplog):
     x = inputs(Case(C=64, M=1, G=2, H=64, S=64, earlier=1, dtype="bfloat16", window=70), seed=0)
-    for _ in range(2):
-        paged_attention(*x.forward)
+    ran = []
+
+    def kernel(function, *arguments, **options):
+        ran.append(function)
+        return function(*arguments, **options, window=None)
+
+    monkeypatch.setattr(mosaic, "forward", functools.partial(kernel, reference.forward))
+    monkeypatch.setattr(mosaic_vjp, "backward", functools.partial(kernel, reference.backward))
+    caplog.set_level("INFO")
+    device._log_once.cache_clear()
+
+    def call():
+        out, lse = paged_attention(*x.forward)
+        arguments = *x.forward[:5], x.dk_pool, x.dv_pool, *x.forward[5:], out, lse, x.d_out
+        paged_attention_vjp(*arguments)
         paged_attention(*x.forward, **x.masks)
-    possible, impossible = caplog.records
-    assert possible.levelname == impossible.levelname == "WARNING"
-    assert "reference; implementation='mosaic' is many times faster" in possible.message
-    assert "reference; a sliding window" in impossible.message
+        paged_attention(*x.forward)
+
+    call()
+    assert not ran
+    assert not caplog.messages  # nobody expects kernels on a CPU
+    hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(device, "current_device", lambda: hopper)
+    call()
+    assert ran == [reference.forward, reference.backward, reference.forward]
+    why = "a sliding window, which only the reference has"
+    assert caplog.messages == [
+        "paged attention, forward: mosaic",
+        "paged attention, backward: mosaic",
+        f"paged attention, forward: reference; not mosaic: {why}; not triton: {why}",
+    ]
     with pytest.raises(NotImplementedError, match="'mosaic': a sliding window"):
         paged_attention(*x.forward, **x.masks, implementation="mosaic")
+    hopper.compute_capability = "8.0"
+    paged_attention(*x.forward)
+    assert len(ran) == 3
+    assert "forward: reference; not mosaic: no Hopper GPU (H100, H200); not triton: " in caplog.messages[-1]
+    with pytest.raises(ValueError, match="'cuda': None, or one of"):
+        device.choose("x", "cuda", {"mosaic": None})

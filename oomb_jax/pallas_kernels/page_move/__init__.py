@@ -1,17 +1,8 @@
-"""Temporary."""
+"""Pages between a pool, in pinned host memory or on the device, and a staging buffer on the device."""
 
-import jax.numpy as jnp
-
-
-def fetch_pages(pool, layer, pages):
-    return pool[layer, jnp.maximum(pages, 0)]
-
-
-def store_pages(pool, layer, pages, values):
-    return pool.at[layer, jnp.where(pages < 0, pool.shape[1], pages)].set(values.astype(pool.dtype), mode="drop")
-
-
-def add_pages(pool, layer, pages, values, fresh, *, rounding_key=None):
-    safe = jnp.maximum(pages, 0)
-    old = jnp.where(fresh[:, None, None, None], 0, pool[layer, safe].astype(values.dtype))
-    return store_pages(pool, layer, pages, old + values)
+from oomb_jax.pallas_kernels.page_move.api import Implementation as Implementation
+from oomb_jax.pallas_kernels.page_move.api import add_pages as add_pages
+from oomb_jax.pallas_kernels.page_move.api import fetch_pages as fetch_pages
+from oomb_jax.pallas_kernels.page_move.api import store_pages as store_pages
+from oomb_jax.pallas_kernels.page_move.float8 import quantise as quantise
+from oomb_jax.pallas_kernels.page_move.stream import on_copy_stream as on_copy_stream

@@ -1,12 +1,12 @@
 """The operation as users call it: arguments, checks and the choice of an implementation."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 from jaxtyping import Array, Bool, Float, Int
 
+from oomb_jax.pallas_kernels.device import choose, no_hopper
 from oomb_jax.pallas_kernels.page_score import reference
 from oomb_jax.pallas_kernels.page_score.config import unsupported
-from oomb_jax.pallas_kernels.paged_attention.api import _is_hopper
 
 Implementation = Literal["reference", "mosaic"]
 
@@ -35,7 +35,7 @@ def page_scores(
       votes: which queries count.
       scaled: divides the logits by sqrt(H).
       implementation: `"mosaic"`, the kernel for Hopper GPUs, or `"reference"`; a name is taken at its word. None: the
-        reference, until the kernel was measured.
+        kernel where it can run, else the reference; on a GPU it logs once which and why.
 
     Returns:
       Scores in float32 (float64 for float64 queries): products of values in q's dtype, summed in that of the scores;
@@ -52,13 +52,9 @@ def page_scores(
         raise ValueError(f"{shapes}: H must be the same, and N a multiple of M")
     if C % R:
         raise ValueError(f"{C} queries in {R} rows: each row has the same number of them")
-    if implementation not in (None, *get_args(Implementation)):
-        raise ValueError(f"implementation={implementation!r}: None, or one of {get_args(Implementation)}")
-    if implementation != "mosaic":
+    refusals = {"mosaic": unsupported(q, representatives, start) or no_hopper()}
+    if choose("page scores", implementation, refusals) == "reference":
         return reference.page_scores(q, representatives, start, end, votes, scaled=scaled)
-    reason = unsupported(q, representatives, start) or (None if _is_hopper() else "no Hopper GPU (H100, H200)")
-    if reason:
-        raise NotImplementedError(f"implementation='mosaic': {reason}; pass 'reference' or None")
     from oomb_jax.pallas_kernels.page_score import mosaic  # not every platform's jaxlib can import it
 
     return mosaic.page_scores(q, representatives, start, end, votes, scaled=scaled)

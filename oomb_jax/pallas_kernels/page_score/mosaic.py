@@ -16,9 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from oomb_jax.pallas_kernels.page_score.reference import candidates, group
-from oomb_jax.pallas_kernels.paged_attention.config import ROWS
-from oomb_jax.pallas_kernels.paged_attention.mosaic import (
+from oomb_jax.pallas_kernels.device import ROWS
+from oomb_jax.pallas_kernels.mosaic_tools import (
     BY_COLUMN,
     BY_ROW,
     LOG2E,
@@ -29,6 +28,7 @@ from oomb_jax.pallas_kernels.paged_attention.mosaic import (
     position,
     smem_tile,
 )
+from oomb_jax.pallas_kernels.page_score.reference import candidates, group
 
 STAGES = 4
 """Tiles of representatives in flight: 128 KiB at most."""

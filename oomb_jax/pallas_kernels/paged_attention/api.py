@@ -1,14 +1,11 @@
 """The operation as users call it: arguments, checks and the choice of an implementation."""
 
-import functools
-import logging
-import re
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from oomb_jax.pallas_kernels.device import choose, no_hopper
 from oomb_jax.pallas_kernels.paged_attention import reference
 from oomb_jax.pallas_kernels.paged_attention.config import unsupported, unsupported_gradients
 from oomb_jax.pallas_kernels.paged_attention.triton_config import unsupported_triton
@@ -21,7 +18,7 @@ Chunk = Float[Array, "C N H"]
 ChunkKV = Float[Array, "C M H"]
 Pool = Float[Array, "L P M S H"]
 Statistics = Float[Array, "N C"]
-Table = Int[Array, "R K"]
+Table = Int[Array, "R *M K"]
 ChunkSegments = Int[Array, " C"]
 PoolSegments = Int[Array, "pages S"]
 PageLengths = Int[Array, " pages"]
@@ -66,8 +63,9 @@ def paged_attention(
       k_new, v_new: the chunk's own keys and values, not read from the pool.
       k_pool, v_pool: all layers' pages, possibly of a narrower dtype; only pages named in the table are read.
       layer: int32 scalar, which layer of the pools.
-      table: int32 page ids. R = 1: one row for all queries; R > 1: row r serves the r-th C/R queries. Every page
-        holds tokens before the chunk. Ids of a row are distinct; negative entries are padding and end the row.
+      table: int32 page ids, a list [R, K] for each row, or [R, M, K] for each row and key/value head. R = 1: one row
+        for all queries; R > 1: row r serves the r-th C/R queries. Every page holds tokens before the chunk. Ids of a
+        list are distinct; negative entries are padding and end the list.
       q_segments, pool_segments: document ids of the chunk's tokens and, by page id, of the pages' tokens; both or
         neither. A query attends only to keys of its own document.
       page_lengths: by page id, how many tokens the page holds. What follows them does not count, but must be finite.
@@ -75,7 +73,8 @@ def paged_attention(
       sinks: a logit for each query head that joins its softmax as a key without a value, and lse with it. Its gradient
         is `sinks_gradient`.
       implementation: `"mosaic"`, the kernels for Hopper GPUs, `"triton"`, those for GPUs from Ampere on, or
-        `"reference"`; a name is taken at its word. None: the reference, for now; on a Hopper GPU it says once why.
+        `"reference"`; a name is taken at its word. None: the first of them that can take the input on the device; on a
+        GPU it logs once which and why.
 
     Returns:
       out in q's dtype, and lse in float32 (float64 for float64 queries).
@@ -85,7 +84,12 @@ def paged_attention(
       NotImplementedError: the named implementation does not exist for this input.
     """
     _check(q, k_new, k_pool, table, q_segments, pool_segments, window)
-    chosen = _choose(implementation, unsupported(q, k_new, v_new, k_pool, v_pool, table, window), "forward")
+    tensors = q, k_new, v_new, k_pool, v_pool
+    refusals = {
+        "mosaic": unsupported(*tensors, table, window) or no_hopper(),
+        "triton": unsupported_triton(*tensors, table=table, window=window),
+    }
+    chosen = choose("paged attention, forward", implementation, refusals)
     arguments = q, k_new, v_new, k_pool, v_pool, layer, table
     segments = _segments(q, k_pool, q_segments, pool_segments, page_lengths)
     if chosen == "mosaic":
@@ -93,7 +97,6 @@ def paged_attention(
 
         out, lse = mosaic.forward(*arguments, **segments)
     elif chosen == "triton":
-        _refuse("triton", unsupported_triton(q, k_new, v_new, k_pool, v_pool, window=window))
         from oomb_jax.pallas_kernels.paged_attention import triton  # an optional package
 
         out, lse = triton.forward(*arguments, **segments)
@@ -129,7 +132,7 @@ def paged_attention_vjp(
 
     Args:
       dk_pool, dv_pool: gradient pools. The pages in the table have this chunk's share added: in float32 (float64),
-        then rounded once to the pool's dtype. No other page is read or written.
+        then rounded once to the pool's dtype. No other page, nor other head of a page, is written.
       out, lse: results of `paged_attention` for the same arguments.
       d_out: gradient of out.
       rounding_key: rounds stochastically where the gradient pools are bfloat16, with a mean of the sum; each
@@ -140,8 +143,13 @@ def paged_attention_vjp(
       (float64); the two gradient pools.
     """
     _check(q, k_new, k_pool, table, q_segments, pool_segments, window)
-    reason = unsupported(q, k_new, v_new, k_pool, v_pool, table, window)
-    chosen = _choose(implementation, reason or unsupported_gradients(dk_pool, dv_pool), "backward")
+    tensors = q, k_new, v_new, k_pool, v_pool
+    options = {"table": table, "window": window, "rounding_key": rounding_key}
+    refusals = {
+        "mosaic": unsupported(*tensors, table, window) or unsupported_gradients(dk_pool, dv_pool) or no_hopper(),
+        "triton": unsupported_triton(*tensors, dk_pool, dv_pool, **options),
+    }
+    chosen = choose("paged attention, backward", implementation, refusals)
     arguments = q, k_new, v_new, k_pool, v_pool, dk_pool, dv_pool, layer, table, out, lse, d_out
     segments = _segments(q, k_pool, q_segments, pool_segments, page_lengths)
     if chosen == "mosaic":
@@ -149,8 +157,6 @@ def paged_attention_vjp(
 
         return mosaic_vjp.backward(*arguments, **segments, rounding_key=rounding_key)
     if chosen == "triton":
-        pools = k_pool, v_pool, dk_pool, dv_pool
-        _refuse("triton", unsupported_triton(q, k_new, v_new, *pools, window=window, rounding_key=rounding_key))
         from oomb_jax.pallas_kernels.paged_attention import triton_vjp
 
         return triton_vjp.backward(*arguments, **segments)
@@ -181,40 +187,6 @@ def _segments(q, k_pool, q_segments, pool_segments, page_lengths):
     return {"q_segments": q_segments, "pool_segments": pool_segments}
 
 
-def _choose(implementation: Implementation | None, reason: str | None, direction: str) -> Implementation:
-    """The implementation to use; reason: why the Mosaic kernels cannot take the input."""
-    if implementation not in (None, *get_args(Implementation)):
-        raise ValueError(f"implementation={implementation!r}: None, or one of {get_args(Implementation)}")
-    if implementation == "mosaic":
-        _refuse("mosaic", reason or (None if _is_hopper() else "no Hopper GPU (H100, H200)"))
-    if implementation is not None:
-        return implementation
-    # The kernels were tested alone on a GPU, not yet in a whole training step: until then they are used when named.
-    if _is_hopper():
-        reason = reason or "implementation='mosaic' is many times faster"
-        _log_once(logging.WARNING, f"paged attention {direction}: reference; {reason}")
-    return "reference"
-
-
-def _refuse(implementation: Implementation, reason: str | None) -> None:
-    if reason:
-        raise NotImplementedError(f"implementation={implementation!r}: {reason}; pass 'reference' or None")
-
-
-@functools.cache
-def _log_once(level: int, message: str) -> None:
-    logging.getLogger(__name__).log(level, message)
-
-
-def _is_hopper() -> bool:
-    """Whether the device that is compiled for is a Hopper GPU."""
-    described = jax.sharding.get_abstract_mesh().abstract_device  # compiling for a device that is not here
-    if described is not None:
-        return re.search(r"\bG?H(100|200|20|800)\b", described.device_kind) is not None
-    device = jax.config.jax_default_device or jax.devices()[0]
-    return getattr(device, "compute_capability", "").startswith("9.")
-
-
 def _check(q, k_new, k_pool, table, q_segments, pool_segments, window) -> None:
     C, N, H = q.shape
     _, M, _ = k_new.shape
@@ -222,6 +194,8 @@ def _check(q, k_new, k_pool, table, q_segments, pool_segments, window) -> None:
         raise ValueError(f"{N} query heads over {M} key/value heads: the first must be a multiple of the second")
     if k_pool.shape[2] != M or k_pool.shape[4] != H:
         raise ValueError(f"pool {k_pool.shape} [L, P, M, S, H] does not hold {M} heads of width {H}")
+    if table.ndim > 3 or (table.ndim == 3 and table.shape[1] != M):
+        raise ValueError(f"table {table.shape} for {M} key/value heads: [R, K], or [R, {M}, K] with lists of their own")
     if C % table.shape[0]:
         raise ValueError(f"table of {table.shape[0]} rows for {C} queries: each row serves the same number of queries")
     if (q_segments is None) != (pool_segments is None):

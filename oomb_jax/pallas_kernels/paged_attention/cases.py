@@ -31,6 +31,8 @@ class Case:
     """Pages that each row of the table names."""
     rows: int = 1
     """R, rows of the table."""
+    by_head: bool = False
+    """Whether each key/value head has lists of its own."""
     spare: int = 3
     """Pages of the pool that no row names, and entries of padding in a row."""
     L: int = 2
@@ -52,7 +54,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Random arguments of one call, forward and backward. Pages that no row names hold NaN."""
+    """Random arguments of one call, forward and backward. Pages hold NaN for heads for which no row names them."""
 
     forward: tuple[Array, ...]
     """q, k_new, v_new, k_pool, v_pool, layer, table."""
@@ -68,19 +70,22 @@ class Inputs:
 def inputs(case: Case, seed: int) -> Inputs:
     """Random inputs of a case."""
     rng = np.random.default_rng(seed)
-    N, P = case.M * case.G, case.rows * case.earlier + case.spare
+    heads = case.M if case.by_head else 1
+    N, P = case.M * case.G, case.rows * heads * case.earlier + case.spare
 
     def draw(*shape, dtype=case.dtype):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    # Rows of different lengths, ids of a row rising and distinct; with one row, page 0 stays unnamed too.
-    table = np.full((case.rows, case.earlier + case.spare), -1, np.int32)
-    for row in table:
-        count = case.earlier if case.rows == 1 else int(rng.integers(case.earlier + 1))
-        row[:count] = np.sort(rng.choice(np.arange(1, P), size=count, replace=False))
+    # Lists of different lengths, ids of a list rising and distinct; with one list, page 0 stays unnamed too.
+    table = np.full((case.rows, heads, case.earlier + case.spare), -1, np.int32)
+    for pages in table.reshape(case.rows * heads, -1):
+        count = case.earlier if case.rows * heads == 1 else int(rng.integers(case.earlier + 1))
+        pages[:count] = np.sort(rng.choice(np.arange(1, P), size=count, replace=False))
     unnamed = np.setdiff1d(np.arange(P), table)
+    for_head = named(table, P, case.M)
     pool = case.L, P, case.M, case.S, case.H
-    k_pool, v_pool = (draw(*pool, dtype=case.pool_dtype or case.dtype).at[:, unnamed].set(jnp.nan) for _ in range(2))
+    hide = lambda pool: jnp.where(for_head[None, :, :, None, None], pool, jnp.nan)
+    k_pool, v_pool = (hide(draw(*pool, dtype=case.pool_dtype or case.dtype)) for _ in range(2))
     masks: dict[str, Any] = {}
     if case.segments:
         # Documents begin anywhere: before the chunk, in it, and between; later pages hold later documents.
@@ -100,7 +105,7 @@ def inputs(case: Case, seed: int) -> Inputs:
     return Inputs(
         forward=(
             *(draw(case.C, heads, case.H) for heads in (N, case.M, case.M)),
-            *(k_pool, v_pool, jnp.int32(rng.integers(case.L)), jnp.asarray(table)),
+            *(k_pool, v_pool, jnp.int32(rng.integers(case.L)), jnp.asarray(table if case.by_head else table[:, 0])),
         ),
         dk_pool=draw(*pool, dtype=case.gradient_dtype or accumulator(case.dtype)),
         dv_pool=draw(*pool, dtype=case.gradient_dtype or accumulator(case.dtype)),
@@ -110,20 +115,33 @@ def inputs(case: Case, seed: int) -> Inputs:
     )
 
 
+def named(table: Any, P: int, M: int) -> np.ndarray:
+    """[P, M]: the pages that a table of any kind names, by key/value head."""
+    lists = np.broadcast_to(
+        np.asarray(table).reshape(len(table), -1, table.shape[-1]), (len(table), M, table.shape[-1])
+    )
+    result = np.zeros((P, M), bool)
+    for head in range(M):
+        result[lists[:, head][lists[:, head] >= 0], head] = True
+    return result
+
+
 SMALL = (
     Case(C=16, M=1, G=1, H=8, S=8, earlier=0, window=5),
     Case(C=16, M=2, G=3, H=96, S=8, earlier=5, partial=True),
     Case(C=24, M=1, G=7, H=16, S=8, earlier=9, segments=True, strangers=True, sinks=True),
     Case(C=32, M=2, G=2, H=256, S=16, earlier=3, rows=2, window=43),
     Case(C=32, M=1, G=16, H=8, S=16, earlier=4, rows=2, segments=True, partial=True, window=57, sinks=True),
+    Case(C=24, M=3, G=2, H=8, S=8, earlier=5, rows=3, by_head=True, segments=True, window=61),
 )
 """For a CPU, in seconds."""
 
 INTERPRETED = (
-    Case(C=77, M=2, G=3, H=64, S=64, earlier=1, spare=1, dtype="bfloat16"),
+    Case(C=77, M=2, G=3, H=64, S=64, earlier=2, by_head=True, spare=1, dtype="bfloat16"),
     Case(C=128, M=1, G=2, H=64, S=64, earlier=3, rows=2, segments=True, dtype="float16"),
     Case(C=256, M=1, G=1, H=128, S=128, earlier=1, rows=2, dtype="bfloat16", gradient_dtype="bfloat16"),
     Case(C=128, M=1, G=1, H=128, S=128, earlier=0, dtype="bfloat16"),
+    Case(C=128, M=2, G=1, H=64, S=64, earlier=3, rows=2, by_head=True, spare=1, dtype="bfloat16"),
     Case(C=64, M=1, G=2, H=64, S=64, earlier=1, segments=True, strangers=True, dtype="bfloat16"),
 )
 """The smallest that the Mosaic kernels take, for their interpreter."""
@@ -156,6 +174,9 @@ def _gpu() -> tuple[Case, ...]:
         Case(C=512, M=2, G=3, earlier=9, partial=True, sinks=True, **common),
         Case(C=512, M=2, G=4, earlier=5, segments=True, strangers=True, **common),
         Case(C=384, M=3, G=2, H=128, S=64, earlier=17, rows=3, segments=True, dtype="bfloat16"),
+        Case(C=1024, M=4, G=7, earlier=12, rows=8, by_head=True, spare=5, **common),
+        Case(C=640, M=2, G=3, earlier=5, rows=5, by_head=True, segments=True, gradient_dtype="bfloat16", **common),
+        Case(C=300, M=2, G=2, H=64, S=64, earlier=9, by_head=True, dtype="float16"),
     )
 
 

@@ -4,11 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that one program may use on Hopper."""
-
-ROWS = 64
-"""Rows of a matrix instruction, so the queries (or keys) that one warpgroup owns."""
+from oomb_jax.pallas_kernels.device import ROWS, SHARED_MEMORY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ Pools enter whole, seen as [L * P * M, S, H]: a slice of one layer would be copi
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,15 +18,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from oomb_jax.pallas_kernels.paged_attention.config import ROWS, tiles
-
-LOG2E = math.log2(math.e)
-Accumulator: Any = plgpu.WGMMAAccumulatorRef
-"""Registers that matrix products add to."""
-BY_ROW = plgpu.Layout.WGMMA.reduce(1)
-"""Layout of one value per row of a score tile."""
-BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
-"""Layout of one value per column."""
+from oomb_jax.pallas_kernels.device import ROWS
+from oomb_jax.pallas_kernels.mosaic_tools import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2E,
+    Accumulator,
+    add_product,
+    divide,
+    drain,
+    move,
+    position,
+    smem_tile,
+)
+from oomb_jax.pallas_kernels.paged_attention.config import tiles
+from oomb_jax.pallas_kernels.paged_attention.page_lists import by_head
 
 
 def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_segments, interpret=None):
@@ -39,7 +44,7 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
     queries = q.shape[0]
     q, k_new, v_new, q_segments = fill_page(S, q, k_new, v_new, q_segments)
     C, N, H = q.shape
-    G, R = N // M, table.shape[0]
+    R = table.shape[0]
     tile = tiles(queries=C // R, H=H, S=S)
     warpgroups, stages = tile.warpgroups, tile.stages
     block = warpgroups * ROWS
@@ -49,7 +54,7 @@ def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_s
     def kernel(*refs, q_smem, k_smem, v_smem, q_ready, key_barriers, ids_smem: Any = None, spare: Any = None):
         q_ref, *key_refs, pages_ref, out_ref, lse_ref = refs
         k_ready, v_ready, k_free, v_free = key_barriers
-        place = place_of_program(C=C, G=G, R=R, S=S, block=block, pages_ref=pages_ref)
+        place = place_of_program(C=C, N=N, M=M, R=R, S=S, block=block, pages_ref=pages_ref)
         head, start, pages, steps = place.head, place.start, place.pages, place.steps
         warpgroup = lax.axis_index("warpgroup")
 
@@ -200,34 +205,35 @@ class Place(NamedTuple):
     kv_head: jax.Array
     start: jax.Array
     """The first query."""
-    row: jax.Array
-    """The row of the table."""
+    list: jax.Array
+    """The list of pages."""
     pages: jax.Array
-    """Pages in the row."""
+    """Pages in the list."""
     unmasked: jax.Array
     """Tiles that every query sees whole."""
     steps: jax.Array
     """All tiles."""
 
 
-def place_of_program(*, C: int, G: int, R: int, S: int, block: int, pages_ref) -> Place:
+def place_of_program(*, C: int, N: int, M: int, R: int, S: int, block: int, pages_ref) -> Place:
     """Neighbours share keys: the heads of a group, then the query tiles, the ones with most own keys first."""
-    others, g = divide(lax.axis_index("program"), G)
+    others, g = divide(lax.axis_index("program"), N // M)
     kv_head, i = divide(others, C // block)
     start = (C // block - 1 - i) * block
     row = lax.div(start, C // R)
-    pages = pages_ref[row]
+    of_row = row if pages_ref.shape[0] == R else row * M + kv_head
+    pages = pages_ref[of_row]
     steps = pages + lax.div(start + block + S - 1, S)
-    return Place(kv_head * G + g, kv_head, start, row, pages, pages + lax.div(start, S), steps)
+    return Place(kv_head * (N // M) + g, kv_head, start, of_row, pages, pages + lax.div(start, S), steps)
 
 
 def key_arguments(k_new, v_new, k_pool, v_pool, layer, table, q_segments, pool_segments):
-    """What `move_keys` reads, and after it the number of pages of each row."""
-    # The table gets at least one column, as a reference to nothing cannot be made.
-    table = jnp.pad(table, ((0, 0), (0, max(0, 1 - table.shape[1]))), constant_values=-1)
+    """What `move_keys` reads, and after it the number of pages of each list."""
+    lists = by_head(table)
     segments = () if q_segments is None else (pool_segments, q_segments)
-    pages = jnp.sum(table >= 0, axis=1, dtype=jnp.int32)
-    return k_new, v_new, flat(k_pool), flat(v_pool), layer.reshape(1), table, *segments, pages
+    pages = jnp.sum(lists >= 0, axis=2, dtype=jnp.int32).reshape(-1)
+    lists = lists.reshape(-1, lists.shape[2])
+    return k_new, v_new, flat(k_pool), flat(v_pool), layer.reshape(1), lists, *segments, pages
 
 
 def key_scratch(stages: int, S: int, H: int, dtype, *, warpgroups: int, segmented: bool):
@@ -249,7 +255,7 @@ def key_scratch(stages: int, S: int, H: int, dtype, *, warpgroups: int, segmente
 def move_keys(place: Place, pool_shape, key_refs, buffers, barriers):
     """Brings the key tiles of `place` to shared memory, page ids read on the way."""
     _, P, M, S, _ = pool_shape
-    k_new_ref, v_new_ref, k_ref, v_ref, layer_ref, table_ref, *ids_refs = key_refs
+    k_new_ref, v_new_ref, k_ref, v_ref, layer_ref, lists_ref, *ids_refs = key_refs
     k_smem, v_smem, ids_smem = buffers
     k_ready, v_ready, k_free, v_free = barriers
     layer_start = layer_ref[0] * P
@@ -259,7 +265,7 @@ def move_keys(place: Place, pool_shape, key_refs, buffers, barriers):
         buffers, ready, free = [k_smem, ids_smem, v_smem], [k_ready, k_ready, v_ready], [k_free, None, v_free]
 
     def of_page(t):
-        page = table_ref[place.row, t]
+        page = lists_ref[place.list, t]
         at = (layer_start + page) * M + place.kv_head
         return [k_ref.at[at], *(ids_ref.at[page] for ids_ref in ids_refs[:1]), v_ref.at[at]]
 
@@ -276,53 +282,3 @@ def move_keys(place: Place, pool_shape, key_refs, buffers, barriers):
 def flat(pool):
     """[L, P, M, S, H] -> [L * P * M, S, H], no copy."""
     return pool.reshape(-1, *pool.shape[3:])
-
-
-def smem_tile(shape, dtype):
-    """Shared memory for 16-bit matrices in the order that copy engine and matrix instructions agree on."""
-    transforms: Any = plgpu.TilingTransform, plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(transforms[0]((8, 64)), transforms[1](128)))
-
-
-def move(lower, upper, source, buffers, ready, free):
-    """Copies tiles lower .. upper - 1 to shared memory, each into the slot of its number once that is free.
-
-    source(t): where tile t lies in global memory, a reference per buffer. free: None where an earlier buffer's says it.
-    """
-    stages = buffers[0].shape[0]
-
-    @pl.loop(lower, upper)
-    def _(t):
-        slot = lax.rem(t, stages)
-        for source_ref, buffer, ready_barrier, free_barrier in zip(source(t), buffers, ready, free, strict=True):
-            if free_barrier is not None:
-                pl.when(t >= stages)(lambda barrier=free_barrier: plgpu.barrier_wait(barrier.at[slot]))
-            plgpu.copy_gmem_to_smem(source_ref, buffer.at[slot], ready_barrier.at[slot])
-
-
-def drain(steps, free):
-    """Waits for the arrivals that no further tile waits for, so that a barrier ends as it began."""
-    stages = free[0].shape[0]
-
-    @pl.loop(lax.max(0, steps - stages), steps)
-    def _(t):
-        for barrier in free:
-            plgpu.barrier_wait(barrier.at[lax.rem(t, stages)])
-
-
-def add_product(acc_ref, a, b_ref, spare):
-    """acc_ref += a @ b_ref with `a` in registers. The interpreter takes it from shared memory only: from `spare`."""
-    if spare is not None:
-        spare[...] = a
-        a = spare
-    plgpu.wgmma(acc_ref, a, b_ref)
-
-
-def divide(a, b: int):
-    """Quotient and remainder of a >= 0."""
-    return lax.div(a, b), lax.rem(a, b)
-
-
-def position(x, axis: int):
-    """Of each element of a score tile, its row or column."""
-    return plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=plgpu.Layout.WGMMA)

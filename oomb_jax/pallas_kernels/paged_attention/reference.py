@@ -4,7 +4,8 @@ Blocks of keys are visited one after the other with the running softmax of Flash
 algorithm 1; the backward pass is its algorithm 4), all in float32, or float64 for float64 queries. Loops over pages
 have a trip count that is known only at run time, so a chunk costs as much as the pages before it.
 
-Inside this file queries are [M, G, R, Q, H] (R table rows of Q queries), keys of a block [R or 1, M, U, H].
+Inside this file queries are [M, G, R, Q, H] (R table rows of Q queries), keys of a block [R or 1, M, U, H], and the
+table is [R, m, K] as in `page_lists`.
 """
 
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from oomb_jax.pallas_kernels.paged_attention.page_lists import by_head, distinct
 from oomb_jax.rounding import stochastic_round
 from oomb_jax.shapes import accumulator, divisor, iota
 
@@ -33,12 +35,13 @@ class Block(NamedTuple):
 
     k: Float[Array, "r M U H"]
     v: Float[Array, "r M U H"]
-    mask: Bool[Array, "r q U"]
+    mask: Bool[Array, "r m q U"]
 
 
 def forward(q, k_new, v_new, k_pool, v_pool, layer, table, *, q_segments, pool_segments, window):
     """See `api.paged_attention`."""
     C, N, H = q.shape
+    table = by_head(table)
     M, R = k_new.shape[1], table.shape[0]
     dtype = accumulator(q.dtype)
     grouped = _group(q.astype(dtype), M, 1)
@@ -81,6 +84,7 @@ def backward(
 ):
     """See `api.paged_attention_vjp`."""
     C, N, _ = q.shape
+    table = by_head(table)
     M, R = k_new.shape[1], table.shape[0]
     dtype = accumulator(q.dtype)
     grouped, d_grouped = (_group(x.astype(dtype), M, 1) for x in (q, d_out))
@@ -102,21 +106,27 @@ def backward(
 
     grouped, lse, delta, d_grouped = _regroup((grouped, lse, delta, d_grouped), R)
     width = _pages_per_block(k_pool, table, C, N)
+    pools = dk_pool, dv_pool
+    # A narrow pool is rounded once. Rows that share pages add to a wide copy of them first.
+    shared = R > 1 and any(_is_narrow(pool, dtype) for pool in pools)
+    pages, places = distinct(table, dk_pool.shape[1]) if shared else (None, table)
+    sums = pools if pages is None else [_copy_pages(pool, layer, pages, dtype) for pool in pools]
 
-    def pages(j, carry):
-        dq, dk_pool, dv_pool = carry
-        more_dq, block_dk, block_dv = _block_gradient(grouped, lse, delta, d_grouped, page_block(j))
-        ids = lax.dynamic_slice_in_dim(_padded(table, width), j * width, width, axis=1)
-        key = None if rounding_key is None else jax.random.fold_in(rounding_key, j)
-        dk_pool, dv_pool = (
-            _add_pages(pool, layer, ids, part, key, salt)
-            for salt, (pool, part) in enumerate(((dk_pool, block_dk), (dv_pool, block_dv)))
-        )
-        return dq + more_dq, dk_pool, dv_pool
+    def add_block(j, carry):
+        dq, *sums = carry
+        more_dq, *parts = _block_gradient(grouped, lse, delta, d_grouped, page_block(j))
+        ids = lax.dynamic_slice_in_dim(_padded(places, width), j * width, width, axis=2)
+        keys = _pool_keys(rounding_key, j)
+        where = 0 if shared else layer
+        return dq + more_dq, *(_add_pages(sum_, where, ids, *x) for sum_, *x in zip(sums, parts, keys, strict=True))
 
-    dq, dk_pool, dv_pool = lax.fori_loop(0, page_blocks, pages, (_regroup(dq, R), dk_pool, dv_pool))
+    dq, *sums = lax.fori_loop(0, page_blocks, add_block, (_regroup(dq, R), *sums))
+    if pages is not None:
+        keys = _pool_keys(rounding_key, 0)
+        totals = (sum_.swapaxes(1, 2) for sum_ in sums)
+        sums = (_put_pages(pool, layer, pages[None], *x) for pool, *x in zip(pools, totals, keys, strict=True))
     dk_new, dv_new = (x.swapaxes(0, 1) for x in (dk_new, dv_new))
-    return _ungroup(dq).astype(q.dtype), dk_new, dv_new, dk_pool, dv_pool
+    return _ungroup(dq).astype(q.dtype), dk_new, dv_new, *sums
 
 
 def _attend(state: Softmax, q: Float[Array, "M G R Q H"], block: Block) -> Softmax:
@@ -148,7 +158,7 @@ def _block_gradient(q, lse, delta, d_out, block: Block):
 
 def _scores(q, block: Block):
     scores = _dot("mgrqh,rmuh->mgrqu", q, block.k) * q.shape[-1] ** -0.5
-    return jnp.where(block.mask[None, None], scores, -jnp.inf)
+    return jnp.where(block.mask.swapaxes(0, 1)[:, None], scores, -jnp.inf)
 
 
 def _dot(equation, a, b):
@@ -170,7 +180,7 @@ def _own_blocks(k_new, v_new, q_segments, window, dtype, N):
         if q_segments is not None:
             own = lax.dynamic_slice_in_dim(q_segments, j * width, width)
             mask &= q_segments[:, None] == own[None, :]
-        return Block(cut(k), cut(v), mask[None])
+        return Block(cut(k), cut(v), mask[None, None])
 
     return C // width, block
 
@@ -178,50 +188,77 @@ def _own_blocks(k_new, v_new, q_segments, window, dtype, N):
 def _page_blocks(k_pool, v_pool, layer, table, q_segments, pool_segments, window, dtype, C, N):
     """The number of blocks that hold a page of the table, and a function from j to the j-th block."""
     _, _, M, S, H = k_pool.shape
-    R = table.shape[0]
+    R, m, _ = table.shape
     width = _pages_per_block(k_pool, table, C, N)
     padded = _padded(table, width)
 
     def block(j):
-        ids = lax.dynamic_slice_in_dim(padded, j * width, width, axis=1)
+        ids = lax.dynamic_slice_in_dim(padded, j * width, width, axis=2)
         valid = ids >= 0
-        safe = jnp.where(valid, ids, 0)
 
         def gather(pool):
-            pages = pool[layer, safe].astype(dtype)  # [R, width, M, S, H]
             # Masked scores do not protect from what an unwritten page may hold: 0 * NaN is NaN.
-            pages = jnp.where(valid[:, :, None, None, None], pages, 0)
-            return pages.swapaxes(1, 2).reshape(R, M, width * S, H)
+            pages = jnp.where(valid[..., None, None], _get_pages(pool, layer, ids).astype(dtype), 0)
+            return pages.reshape(R, M, width * S, H)
 
-        mask = jnp.broadcast_to(jnp.repeat(valid, S, axis=1)[:, None, :], (R, C // R, width * S))
+        # [R, m, Q, width * S], from what is [R, m, width, S] and [R, Q].
+        by_key = lambda x: x.reshape(R, m, 1, width * S)
+        by_query = lambda x: x.reshape(R, 1, C // R, 1)
+        mask = jnp.broadcast_to(by_key(jnp.repeat(valid, S, axis=2)), (R, m, C // R, width * S))
+        safe = jnp.maximum(ids, 0)
         if pool_segments is not None:
-            mask &= q_segments.reshape(R, C // R, 1) == pool_segments[safe].reshape(R, 1, width * S)
+            mask &= by_query(q_segments) == by_key(pool_segments[safe])
         if window is not None:
-            keys = (window.page_starts[safe][:, :, None] + iota(S)[None, None]).reshape(R, 1, width * S)
-            mask &= window.q_start + iota(C).reshape(R, C // R, 1) - keys < window.size
+            keys = window.page_starts[safe][..., None] + iota(S)[None, None, None]
+            mask &= by_query(window.q_start + iota(C)) - by_key(keys) < window.size
         return Block(gather(k_pool), gather(v_pool), mask)
 
-    longest = jnp.max(jnp.sum(table >= 0, axis=1, dtype=jnp.int32))
+    longest = jnp.max(jnp.sum(table >= 0, axis=2, dtype=jnp.int32))
     return (longest + width - 1) // width, block
 
 
-def _add_pages(pool, layer, ids, part, key, salt):
+def _get_pages(pool, layer, ids):
+    """[R, M, K, S, H], of a table [R, m, K]. Padding reads page 0."""
+    return pool[layer, jnp.maximum(ids, 0), iota(pool.shape[2])[None, :, None]]
+
+
+def _at_pages(pool, layer, ids):
+    """What `_get_pages` reads, to be written. Padding is past the end, where `drop` skips it, and never an alias."""
+    where = jnp.where(ids >= 0, ids, pool.shape[1] + iota(ids.shape[2])[None, None])
+    return pool.at[layer, where, iota(pool.shape[2])[None, :, None]]
+
+
+def _copy_pages(pool, layer, pages, dtype):
+    """Pages [m, U] of a layer as a pool of their own, [1, U, M, S, H]."""
+    return _get_pages(pool, layer, pages[None]).swapaxes(1, 2).astype(dtype)
+
+
+def _add_pages(pool, layer, ids, part, key):
     """Adds the gradient of one block, [R, M, width * S, H], to its pages; padding is dropped."""
-    _, P, M, S, H = pool.shape
-    R, width = ids.shape
-    part = part.reshape(R, M, width, S, H).swapaxes(1, 2)
-    where = jnp.where(ids >= 0, ids, P + iota(width)[None])  # `drop` skips what is past the end; never an alias
-    at = pool.at[layer, where]
-    if jnp.finfo(pool.dtype).bits >= jnp.finfo(part.dtype).bits:
-        return at.add(part.astype(pool.dtype), mode="drop", unique_indices=R == 1)
-    if R > 1:
-        # Rows share pages, and a narrow pool must be rounded once, not once a row.
-        raise NotImplementedError(f"a gradient pool of {pool.dtype} with a row of pages per query page: use float32")
-    total = pool[layer, jnp.where(ids >= 0, ids, 0)].astype(part.dtype) + part
+    R, _, width = ids.shape
+    part = part.reshape(R, pool.shape[2], width, *pool.shape[3:])
+    if _is_narrow(pool, part.dtype):
+        return _put_pages(pool, layer, ids, _get_pages(pool, layer, ids).astype(part.dtype) + part, key)
+    return _at_pages(pool, layer, ids).add(part.astype(pool.dtype), mode="drop", unique_indices=R == 1)
+
+
+def _put_pages(pool, layer, ids, total, key):
+    """Replaces distinct pages, rounding; padding is dropped."""
     if key is None or pool.dtype.itemsize >= 4:
-        return at.set(total.astype(pool.dtype), mode="drop", unique_indices=True)
-    rounded = stochastic_round(total.astype(jnp.float32), pool.dtype, jax.random.fold_in(key, salt))
-    return at.set(rounded, mode="drop", unique_indices=True)
+        total = total.astype(pool.dtype)
+    else:
+        total = stochastic_round(total.astype(jnp.float32), pool.dtype, key)
+    return _at_pages(pool, layer, ids).set(total, mode="drop", unique_indices=True)
+
+
+def _is_narrow(pool, dtype) -> bool:
+    """Whether the pool holds less than sums of `dtype` do."""
+    return jnp.finfo(pool.dtype).bits < jnp.finfo(dtype).bits
+
+
+def _pool_keys(key, j):
+    """A key for each of the two gradient pools and block j."""
+    return (None, None) if key is None else jax.random.split(jax.random.fold_in(key, j))
 
 
 def _group(x, M, R):
@@ -243,11 +280,11 @@ def _regroup(tree, R):
 
 
 def _padded(table, width):
-    return jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)), constant_values=-1)
+    return jnp.pad(table, ((0, 0), (0, 0), (0, -table.shape[2] % width)), constant_values=-1)
 
 
 def _pages_per_block(k_pool, table, C, N):
-    return max(1, min(table.shape[1], _block_budget() // (N * C * k_pool.shape[3])))
+    return max(1, min(table.shape[2], _block_budget() // (N * C * k_pool.shape[3])))
 
 
 def _block_budget() -> int:

@@ -60,7 +60,9 @@ def tiles(*, Q: int, H: int, S: int, compute_capability: int) -> KernelTiles:
     return KernelTiles(forward, dq, dataclasses.replace(dkv, keys=min(dkv.keys, S)))
 
 
-def unsupported_triton(q, k_new, v_new, k_pool, v_pool, *gradient_pools, window=None, rounding_key=None) -> str | None:
+def unsupported_triton(
+    q, k_new, v_new, k_pool, v_pool, *gradient_pools, table, window=None, rounding_key=None
+) -> str | None:
     """Why the Triton kernels cannot take these inputs here; None if they can."""
     H, S = q.shape[2], k_pool.shape[3]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -77,6 +79,8 @@ def unsupported_triton(q, k_new, v_new, k_pool, v_pool, *gradient_pools, window=
     for x in gradient_pools:
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"a gradient pool of {x.dtype}, where the kernels take float32 or bfloat16"
+    if table.ndim > 2:
+        return "a list of pages for each key/value head"
     if window is not None:
         return "a sliding window, which only the reference has"
     if rounding_key is not None:

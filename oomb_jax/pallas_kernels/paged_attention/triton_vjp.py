@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from oomb_jax.pallas_kernels.paged_attention.mosaic_vjp import _pages_to_rows
+from oomb_jax.pallas_kernels.paged_attention.page_lists import by_head, invert
 from oomb_jax.pallas_kernels.paged_attention.triton import (
     LOG2E,
     constants,
@@ -55,7 +55,7 @@ def backward(
     tile = tiles(**shapes, compute_capability=compute_capability)
     options = {"segmented": q_segments is not None, "compute_capability": compute_capability}
     dq = query_gradient(*queries, *keys, layer, table, pages, *segments, **options, tile=tile.dq)
-    lists = _pages_to_rows(table, k_pool.shape[1])
+    lists = (x.reshape(-1) for x in invert(by_head(table), k_pool.shape[1]))
     dk_new, dv_new, dk_pool, dv_pool = key_gradients(
         *(*queries, *keys, layer, *lists, *segments, dk_pool, dv_pool),
         **options,

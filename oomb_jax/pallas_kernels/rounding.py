@@ -1,13 +1,20 @@
-"""Stochastic rounding to bfloat16 inside a kernel: the contract of `oomb_jax.rounding`, with bits of its own.
+"""Stochastic rounding to bfloat16 inside kernels: the contract of `oomb_jax.rounding`, with bits of its own.
 
-The random bits are a hash of where an element lies and of a word drawn from the key, so they depend on neither the
-order of programs nor the number of rows, and need no state.
+The random bits are a hash of where an element lies and of a word drawn from the key. They depend on neither the order
+of programs nor the number of rows, and need no state; every kernel that writes a gradient pool draws the same ones.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, PRNGKeyArray, UInt32
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
+
+
+def words(key: PRNGKeyArray) -> UInt32[Array, "2"]:
+    """A word for each of the two gradient pools: of keys, of values."""
+    return jax.random.bits(key, (2,), jnp.uint32)
 
 
 def mix(x):
@@ -18,7 +25,13 @@ def mix(x):
 
 
 def random_bits(word, tile, element):
-    """32 bits for every element of a tile. word: uint32 of the key; tile and element: int32, which of each."""
+    """32 bits for every element of a tile.
+
+    Args:
+      word: uint32, of `words`.
+      tile: int32, page * M + head. A layer needs a key of its own, so that it does not matter which pool it is in.
+      element: int32, which of the S * H of that head's part of the page.
+    """
     of_tile = mix(word ^ mix(tile.astype(jnp.uint32)))
     return mix(mix(element.astype(jnp.uint32)) ^ of_tile)
 

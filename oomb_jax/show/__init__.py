@@ -1,0 +1,1 @@
+"""Pictures and tables of what a model or a run does: `python -m oomb_jax.show --help`."""

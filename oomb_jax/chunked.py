@@ -247,9 +247,10 @@ def _layers_forward(layers: Any, chunk: Chunk, filling: Filling, h: Hidden, *, l
             )
         pools = filling.pools
         if chunk.top_k is not None and pools.selection is not None:
+            # What is written waits for what was read to measure the mass: else XLA would copy the pools for it.
+            found, k, v = lax.optimization_barrier((mass(pools, group, l, chunk, table, q, k), k, v))
             pools = pools._replace(
-                selection=pools.selection.at[chunk.number, l].set(table),
-                mass=pools.mass.at[l].set(mass(pools, group, l, chunk, table, q, k)),
+                selection=pools.selection.at[chunk.number, l].set(table), mass=pools.mass.at[l].set(found)
             )
         return (q, k, v), table, filling._replace(pools=pools)
 

@@ -13,13 +13,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from oomb_jax.chunk import Chunk
-from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, store_pages
+from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, on_copy_stream, store_pages
 from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
 from oomb_jax.pools import LayerPools, Pools
 from oomb_jax.selection import attention_mass, stage
 from oomb_jax.shapes import Keys, Pool, Queries, Values, accumulator, iota
 
 Table = Int[Array, "R *M K"]
+
+fetch, store, add = (on_copy_stream(move) for move in (fetch_pages, store_pages, add_pages))
 
 
 class Pages(NamedTuple):
@@ -83,7 +85,7 @@ def pages(pools: Pools, group: Group, l: Int[Array, ""], table: Table) -> Pages:
     if not group.on_host:
         return Pages(held.k, held.v, layer, table, None)
     slots = stage(table, held.k.shape[1])
-    k, v = (fetch_pages(pool, layer, slots.pages)[None] for pool in (held.k, held.v))
+    k, v = (fetch(pool, layer, slots.pages)[None] for pool in (held.k, held.v))
     return Pages(k, v, jnp.int32(0), slots.table, slots.pages)
 
 
@@ -95,7 +97,7 @@ def write(pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk, k: Keys, 
         C, M, H = own.shape
         own = own.reshape(chunk.rows, C // chunk.rows, M, H).swapaxes(1, 2).astype(pool.dtype)
         if group.on_host:
-            return store_pages(pool, layer, chunk.own_pages, own)
+            return store(pool, layer, chunk.own_pages, own)
         zero = jnp.int32(0)
         return lax.dynamic_update_slice(pool, own[None], (layer, chunk.first_page, zero, zero, zero))
 
@@ -128,13 +130,16 @@ def attention_vjp(
         **pages.segments(chunk),
     )
     own = KeyGradients(dk, dv)
-    if pages.ids is None or held.touched is None:
+    ids = pages.ids
+    if ids is None or held.touched is None:
         return dq, own, group.update(pools, dk=gradients[0], dv=gradients[1])
-    fresh = ~held.touched[layer, jnp.maximum(pages.ids, 0)]
-    add = lambda pool, more: add_pages(pool, layer, pages.ids, more[0], fresh, rounding_key=key)
-    P = held.touched.shape[1]
-    touched = held.touched.at[layer, jnp.where(pages.ids < 0, P, pages.ids)].set(True, mode="drop")
-    return dq, own, group.update(pools, dk=add(held.dk, gradients[0]), dv=add(held.dv, gradients[1]), touched=touched)
+    fresh = ~held.touched[layer, jnp.maximum(ids, 0)]
+    dk_pool, dv_pool = (
+        add(pool, layer, ids, more[0], fresh, rounding_key=key, word=word)
+        for word, (pool, more) in enumerate(((held.dk, gradients[0]), (held.dv, gradients[1])))
+    )
+    touched = held.touched.at[layer, jnp.where(ids < 0, held.touched.shape[1], ids)].set(True, mode="drop")
+    return dq, own, group.update(pools, dk=dk_pool, dv=dv_pool, touched=touched)
 
 
 def later_gradients(pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk) -> KeyGradients:
@@ -148,7 +153,7 @@ def later_gradients(pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk)
             own = lax.dynamic_slice(pool, (layer, chunk.first_page, zero, zero, zero), (1, chunk.rows, M, S, H))[0]
         else:
             touched = lax.dynamic_slice_in_dim(held.touched[layer], chunk.first_page, chunk.rows)
-            own = fetch_pages(pool, layer, jnp.where(touched, chunk.own_pages, -1))
+            own = fetch(pool, layer, jnp.where(touched, chunk.own_pages, -1))
             own = jnp.where(touched[:, None, None, None], own, 0)
         return own.swapaxes(1, 2).reshape(chunk.rows * S, M, H)
 
@@ -160,7 +165,6 @@ def mass(
 ) -> Float[Array, "2"]:
     """See `Pools.mass`; of the first and the middle query page of the last chunk, and 0 of other chunks."""
     held, sample = group.held(pools), iota(2) * (table.shape[0] // 2)
-    fetch = fetch_pages if group.on_host else None
     arguments = q, k, held.k, l - group.start, chunk.first_page, table, sample
-    measure = lambda: jnp.stack(attention_mass(*arguments, **chunk.segments, fetch=fetch))
+    measure = lambda: jnp.stack(attention_mass(*arguments, **chunk.segments, fetch=fetch if group.on_host else None))
     return lax.cond(chunk.last, measure, lambda: jnp.zeros(2, accumulator(q.dtype)))

@@ -64,7 +64,7 @@ _H200 = Device(
     attention=(615e12, 470e12),
     top_k=(555e12, 380e12),
     memory_rate=4.0e12,
-    link=44 * GIB,
+    link=44.0 * GIB,
     scores=205e12,
     choice=4.5e9,
     measured=True,
@@ -88,15 +88,15 @@ def _scaled(name: str, *, memory: float, compute: float, bandwidth: float, link:
     )
 
 
-# NVIDIA's data sheets: H100 SXM 989 TFLOP/s and 3.35 TB/s, A100 80 GB SXM 312 and 2.04, RTX 4090 165 and 1.01. PCIe Gen4
-# is half of Gen5. Memory is what CUDA reports, less than the name says.
+# NVIDIA's data sheets: H100 SXM 989 TFLOP/s and 3.35 TB/s, A100 80 GB SXM 312 and 2.04, RTX 4090 165 and 1.01. PCIe
+# Gen4 is half of Gen5. Memory is what CUDA reports, less than the name says.
 DEVICES = {
     device.name: device
     for device in (
         _H200,
-        _scaled("h100", memory=79.1, compute=989, bandwidth=3.35, link=44),
-        _scaled("a100-80g", memory=79.1, compute=312, bandwidth=2.04, link=22),
-        _scaled("rtx-4090", memory=23.5, compute=165, bandwidth=1.01, link=22),
+        _scaled("h100", memory=79.1, compute=989.0, bandwidth=3.35, link=44.0),
+        _scaled("a100-80g", memory=79.1, compute=312.0, bandwidth=2.04, link=22.0),
+        _scaled("rtx-4090", memory=23.5, compute=165.0, bandwidth=1.01, link=22.0),
     )
 }
 _NAMES = {r"\bH200\b": "h200", r"\bH100\b": "h100", r"\bA100\b.*80": "a100-80g", r"\bRTX 4090\b": "rtx-4090"}

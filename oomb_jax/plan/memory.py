@@ -7,17 +7,16 @@ for an H200, and tests/aot compares the sums with what the compiler reports.
 
 import dataclasses
 import functools
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from oomb_jax.chunked import _remat
 from oomb_jax.config import Config
 from oomb_jax.pallas_kernels.linear_cross_entropy.api import TILE_LOGITS
 from oomb_jax.parts import layer_at, layer_count, split
-
 from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.shapes import accumulator, divisor
 
@@ -130,19 +129,16 @@ def account(job: Job) -> Bytes:
     _, M, H = s.k.shape
     attention = top_k(job.ctx, config)
     per_layer = 2 * P * M * config.page * H
-    kv = per_layer * (config.kv_dtype or s.k.dtype).itemsize
-    kv_gradients = per_layer * (config.kv_grad_dtype or accumulator(s.k.dtype)).itemsize
+    kv = per_layer * itemsize(config.kv_dtype, s.k.dtype)
+    kv_gradients = per_layer * itemsize(config.kv_grad_dtype, accumulator(s.k.dtype))
     selection = representatives = 0
     if attention is not None:
         rows = P * (M if attention.scope == "kv_head" else 1)
         selection = 4 * rows * L * attention.pages + 8 * L
         representatives = L * P * M * H * s.k.dtype.itemsize
-    gradients = sum(
-        x.size * (config.grad_dtype or accumulator(x.dtype)).itemsize for x in jax.tree.leaves(job.model)
-    )
     always = {
         "weights": tree_bytes(job.model),
-        "gradients": gradients,
+        "gradients": gradient_bytes(job.model, config),
         "optimizer": tree_bytes(job.optimizer),
         "kv": (L - away) * kv,
         "kv_gradients": (L - away) * kv_gradients + away * P,  # and which pages of the others were written
@@ -150,7 +146,7 @@ def account(job: Job) -> Bytes:
         # Tokens and labels of the batch's labels and of one sequence; with segments also their ids and positions.
         "tokens": 4 * (job.batch * job.ctx + (4 if job.packed else 2) * job.chunks * job.chunk),
     }
-    fetched = staging_slots(job) * M * config.page * H * (config.kv_dtype or s.k.dtype).itemsize * 2 if away else 0
+    fetched = staging_slots(job) * M * config.page * H * itemsize(config.kv_dtype, s.k.dtype) * 2 if away else 0
     added = staging_slots(job) * M * config.page * H * accumulator(s.k.dtype).itemsize * 2 if away else 0
     phase = lambda **kinds: {kind: kinds.get(kind, always.get(kind, 0)) for kind in KINDS}
     phases = {
@@ -159,7 +155,8 @@ def account(job: Job) -> Bytes:
         "reverse": phase(
             activations=L * tree_bytes(s.saved), staging=2 * fetched + added, scratch=_reverse_scratch(job)
         ),
-        "update": phase(scratch=_update_scratch(job)),
+        # The update goes element by element, in place.
+        "update": phase(),
     }
     host = {
         "kv": away * kv,
@@ -181,6 +178,16 @@ def staging_slots(job: Job) -> int:
 def tree_bytes(tree: Any) -> int:
     """Bytes of the arrays of a pytree."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def gradient_bytes(parameters: Any, config: Config) -> int:
+    """Bytes of the sums of gradients of some parameters."""
+    return sum(x.size * itemsize(config.grad_dtype, accumulator(x.dtype)) for x in jax.tree.leaves(parameters))
+
+
+def itemsize(chosen: DTypeLike | None, otherwise: DTypeLike) -> int:
+    """Bytes of a number of the chosen dtype, or where none is, of the other."""
+    return jnp.dtype(otherwise if chosen is None else chosen).itemsize
 
 
 @functools.lru_cache(maxsize=64)
@@ -240,9 +247,9 @@ def _reverse_scratch(job: Job) -> int:
         head += s.head.size * wide
     # Of the feed-forward block the product and three gradients; recomputed with `full`, up and gate too.
     backward = {"none": 4, "dots": 4, "full": 6}[config.remat] * s.widest + 5 * hidden
-    if any((config.grad_dtype or accumulator(x.dtype)) != x.dtype for x in s.layer):
+    if any(itemsize(config.grad_dtype, accumulator(x.dtype)) != x.dtype.itemsize for x in s.layer):
         # Sums of another dtype than the products' results are added apart: one layer of them, and a matrix to be added.
-        backward += sum(x.size * (config.grad_dtype or accumulator(x.dtype)).itemsize for x in s.layer)
+        backward += gradient_bytes(s.layer, config)
         backward += max(map(tree_bytes, s.layer))
     backward += _reference_scratch(job, arrays=6)
     # The embedding's gradient comes last, in the place of the activations.
@@ -266,7 +273,3 @@ def _reference_scratch(job: Job, *, arrays: int) -> int:
     wide = accumulator(q.dtype).itemsize
     block = min(REFERENCE_SCORES, q.shape[1] * job.chunk * job.pages * job.config.page)
     return wide * (arrays // 2 * block + arrays * q.size)
-
-
-def _update_scratch(job: Job) -> int:
-    return 0

@@ -2,18 +2,16 @@
 
 import dataclasses
 
-import jax
-
 from oomb_jax.parts import layer_count
 from oomb_jax.plan.machine import Device
-from oomb_jax.plan.memory import Job, tree_bytes
+from oomb_jax.plan.memory import Job, gradient_bytes, itemsize, tree_bytes
 from oomb_jax.selection import TopK
 from oomb_jax.sequence import top_k
 from oomb_jax.shapes import accumulator
 
-# Passes over everything a layer computes (`remat="none"` would keep it): what norms, activations and sums read and write
-# beside matrix products, in units of the widest result. Fitted to the breakdown of a measured step at 16,384 tokens
-# (benchmarks/results/step.json): 7 ms forward and 26 ms backward of a chunk of qwen2.5-7b.
+# What norms, activations and sums read and write beside matrix products, in units of a layer's widest result. Fitted to
+# the breakdown of a measured step at 16,384 tokens (benchmarks/results/step.json): 7 ms forward and 26 ms backward of a
+# chunk of qwen2.5-7b.
 FORWARD_PASSES, BACKWARD_PASSES = 7, 24
 
 FULL_SHARE = 0.65
@@ -25,7 +23,7 @@ class Seconds:
     """Of one step with one sequence after the other, by phase."""
 
     phases: dict[str, float]
-    """fill, recompute, head, backward, optimizer, and `waiting`: for pages from the host, longer than what hides them."""
+    """fill, recompute, head, backward, optimizer, and `waiting` for pages from the host, beyond what hides them."""
     moved: dict[str, float]
     """Bytes over the link, `to_device` and `to_host`."""
     flops: float
@@ -60,8 +58,7 @@ def estimate(job: Job, device: Device, distinct: float | None = None) -> Seconds
     recompute = n * L * (layer + FORWARD_PASSES * elementwise)
     backward = n * L * ((2 + FULL_SHARE * (config.remat == "full")) * layer + BACKWARD_PASSES * elementwise)
     # A chunk reads and writes the sums of all layers' gradients, and writes and reads its share.
-    gradients = sum(x.size * (config.grad_dtype or accumulator(x.dtype)).itemsize for x in s.layer)
-    backward += n * L * 2 * (gradients + tree_bytes(s.layer)) / device.memory_rate
+    backward += n * L * 2 * (gradient_bytes(s.layer, config) + tree_bytes(s.layer)) / device.memory_rate
     head = n * 6 * s.head.size * C / device.head
     pairs = sum(_pairs(job, attention, c) for c in range(n))
     forward_rate, backward_rate = device.attention if attention is None else device.top_k
@@ -70,9 +67,9 @@ def estimate(job: Job, device: Device, distinct: float | None = None) -> Seconds
     fill += (L - 1) * 2 * 2 * N * H * in_fill / forward_rate + _choosing(job, attention, device)
     recompute += L * 2 * product / forward_rate
     backward += L * 5 * product / backward_rate
-    weights, gradient_bytes, state = tree_bytes(job.model), _gradient_bytes(job), tree_bytes(job.optimizer)
     # The update reads the gradients twice, for their norm first, and reads and writes the rest.
-    optimizer = 2 * (weights + gradient_bytes + state) / device.memory_rate
+    updated = tree_bytes(job.model) + gradient_bytes(job.model, config) + tree_bytes(job.optimizer)
+    optimizer = 2 * updated / device.memory_rate
     pages, moved = _moved(job, attention, distinct)
     compute = {"fill": fill, "recompute": recompute, "head": head, "backward": backward}
     # In the fill pass the pages follow the queries, so nothing hides them; in the reverse pass the layers do.
@@ -111,8 +108,8 @@ def _moved(job: Job, attention: TopK | None, distinct: float | None) -> tuple[fl
     if not away:
         return 0.0, phases
     elements = 2 * M * config.page * H
-    page = elements * (config.kv_dtype or job.shapes.k.dtype).itemsize
-    gradient = elements * (config.kv_grad_dtype or accumulator(job.shapes.k.dtype)).itemsize
+    page = elements * itemsize(config.kv_dtype, job.shapes.k.dtype)
+    gradient = elements * itemsize(config.kv_grad_dtype, accumulator(job.shapes.k.dtype))
     rows = job.chunk // config.page
     fetched = 0.0
     for c in range(job.chunks):
@@ -131,8 +128,3 @@ def _moved(job: Job, attention: TopK | None, distinct: float | None) -> tuple[fl
         "to_host": away * fetched * gradient,
     }
     return fetched / job.chunks, phases
-
-
-def _gradient_bytes(job: Job) -> int:
-    dtype = lambda x: job.config.grad_dtype or accumulator(x.dtype)
-    return sum(x.size * dtype(x).itemsize for x in jax.tree.leaves(job.model))

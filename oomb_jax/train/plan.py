@@ -15,7 +15,7 @@ import jax
 from oomb_jax import models
 from oomb_jax.config import Config
 from oomb_jax.parts import layer_count
-from oomb_jax.plan import Bytes, Job, Machine, Seconds, account, estimate
+from oomb_jax.plan import Bytes, Job, Machine, Seconds, account, estimate, named, this
 from oomb_jax.sequence import chunk_length, top_k
 from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.optimizer import OptimizerConfig, build
@@ -85,7 +85,9 @@ class Plan:
         if self.machine.platform == "gpu":
             needs = f"{gib(hbm)} of the GPU's memory and {gib(host)} of the host's"
             there = f"{gib(self.machine.hbm)} and {gib(self.machine.host)} are there"
-        raise ValueError(f"ctx={self.settings.ctx}: a step of {self.settings.model} takes {needs}; {there}; {ways(self)}")
+        raise ValueError(
+            f"ctx={self.settings.ctx}: a step of {self.settings.model} takes {needs}; {there}; {ways(self)}"
+        )
 
 
 def decide(settings: TrainConfig, machine: Machine, model_config: models.ModelConfig) -> Plan:
@@ -193,6 +195,11 @@ def ways(plan: Plan) -> str:
     """What fits instead, for people."""
     found = [f"ctx={ctx} at most"] if (ctx := longest_context(plan)) else []
     found += alternatives(plan)
+    if not found:
+        everything = {name: value for change in CHANGES.values() for name, value in change.items()}
+        changed = decide(dataclasses.replace(plan.settings, **everything), plan.machine, plan.model_config)
+        if ctx := longest_context(changed):
+            found.append(f"ctx={ctx} at most, with {' '.join(CHANGES)}")
     return f"what fits: {', or '.join(found)}" if found else "no context fits, with any setting: take a smaller model"
 
 
@@ -262,7 +269,9 @@ def _time(plan: Plan, seconds: Seconds | None, distinct: float | None) -> list[s
     tokens = plan.settings.batch * plan.settings.ctx
     lines.append(f"{'':<20} {tokens / seconds.total:,.0f} tokens/s, {seconds.flops / seconds.total / 1e12:.0f} TFLOP/s")
     if plan.config.implementation in (None, "reference"):
-        lines.append("  with the kernels; attention in plain JAX, which --implementation leaves on, is many times slower")
+        lines.append(
+            "  with the kernels; attention in plain JAX, which --implementation leaves on, is many times slower"
+        )
     if any(seconds.moved.values()):
         to_device, to_host = (seconds.moved[way] / GIB for way in ("to_device", "to_host"))
         lines.append(f"  {to_device:,.0f} GiB to the device and {to_host:,.0f} GiB back over the link")
@@ -285,6 +294,37 @@ def _placement(plan: Plan) -> str:
     return f"pools of {layers - plan.job.host_layers} of {layers} layers on the device, the others in host memory"
 
 
+def summary(plan: Plan) -> str:
+    """The plan in a line, for people."""
+    told = f"{gib(plan.bytes.hbm['total'])} of {gib(plan.machine.hbm)} on the device"
+    if plan.machine.platform == "gpu":
+        told += f", {gib(plan.bytes.host['total'])} of {gib(plan.machine.host)} in host memory, {_placement(plan)}"
+    seconds = plan.seconds()
+    return told if seconds is None else f"{told}; about {seconds.total:,.1f} s a step"
+
+
+def show(settings: TrainConfig, model_config: models.ModelConfig, flags: Any) -> int:
+    """Prints the plan that the flags of the command line ask for; returns the exit status."""
+    if flags.device == "this":
+        machine = this(settings.platform, flags.host_memory)
+    else:
+        machine = named(flags.device, flags.host_memory)
+    plan = decide(settings, machine, model_config)
+    compiled = None
+    if flags.compile:
+        from oomb_jax.train.compiled import compile_plan
+
+        compiled = compile_plan(plan, flags.device)
+    if flags.json:
+        more = {} if compiled is None else {"compiled": dataclasses.asdict(compiled)}
+        print(json.dumps(as_json(plan, flags.distinct_pages) | more, indent=2))
+    else:
+        print(describe(plan, flags.distinct_pages))
+        if compiled is not None:
+            print(f"\n{compiled.describe(plan)}")
+    return 0 if compiled is None or not compiled.copies else 1
+
+
 def _row(name: str, *values: str) -> str:
     return f"{name:<20}" + "".join(f"{value:>10}" for value in values)
 
@@ -297,8 +337,3 @@ def gib(count: int) -> str:
 def pinned_limit(plan: Plan) -> int:
     """GiB that JAX may pin: what the pools take, and one for the arrays that pass through on their way."""
     return math.ceil(plan.pinned / GIB) + 1
-
-
-def dumps(plan: Plan, **more: Any) -> str:
-    """`as_json` as text."""
-    return json.dumps(as_json(plan) | more, indent=2)

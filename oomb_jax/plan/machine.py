@@ -118,7 +118,7 @@ class Machine:
     """Bytes of host memory that a run may take; 0 on a CPU, where the two are one."""
 
 
-def named(name: str, host_memory: float | None) -> Machine:
+def named(name: str, host_memory: int | float | None) -> Machine:
     """A machine with a GPU of `DEVICES` and so many GiB of host memory. None: those of this machine.
 
     Raises:
@@ -137,7 +137,7 @@ def named(name: str, host_memory: float | None) -> Machine:
     )
 
 
-def this(platform: str = "auto", host_memory: float | None = None) -> Machine:
+def this(platform: str = "auto", host_memory: int | float | None = None) -> Machine:
     """This machine, without starting JAX: a GPU is found by the tool of its driver.
 
     Args:
@@ -189,7 +189,7 @@ def _nvidia_smi() -> tuple[str, int, int] | None:
 def host_available(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:
     """Bytes of host memory that this process may still take: what is free, and what the limits of its control groups
     (containers, batch systems; versions 1 and 2) leave."""
-    return min(psutil.virtual_memory().available, *_limits(root, groups))
+    return min([psutil.virtual_memory().available, *_limits(root, groups)])
 
 
 def _limits(root: Path, groups: Path) -> list[int]:

@@ -35,8 +35,11 @@ KINDS = (
 )
 """Kinds of memory on the device."""
 
-REFERENCE_SCORES = 2**26
-"""Scores of a block of the reference attention on a GPU."""
+REFERENCE_SCORES = {True: 2**20, False: 2**26}
+"""Scores of a block of the reference attention, on a CPU and on a GPU."""
+
+MASS_SCORES = 2**26
+"""Bytes of a block of scores of `selection.attention_mass`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,8 @@ class Job:
     """Whether documents of a sequence are kept apart."""
     optimizer: Any = ()
     """Shapes of the optimizer's state."""
+    cpu: bool = False
+    """Whether it runs on a CPU."""
     checkpoints: bool = False
     """Whether model and optimizer are copied to the host and saved in the background."""
 
@@ -143,8 +148,8 @@ def account(job: Job) -> Bytes:
         "kv": (L - away) * kv,
         "kv_gradients": (L - away) * kv_gradients + away * P,  # and which pages of the others were written
         "selection": selection,
-        # Tokens and labels of the batch's labels and of one sequence; with segments also their ids and positions.
-        "tokens": 4 * (job.batch * job.ctx + (4 if job.packed else 2) * job.chunks * job.chunk),
+        # The labels of the batch, and one sequence's tokens, labels and length, with segments their ids and positions.
+        "tokens": 4 * (job.batch * job.ctx + (4 if job.packed else 2) * job.chunks * job.chunk + 1),
     }
     fetched = staging_slots(job) * M * config.page * H * itemsize(config.kv_dtype, s.k.dtype) * 2 if away else 0
     added = staging_slots(job) * M * config.page * H * accumulator(s.k.dtype).itemsize * 2 if away else 0
@@ -229,47 +234,49 @@ def shapes(model: Any, config: Config, C: int) -> Shapes:
 
 
 def _fill_scratch(job: Job) -> int:
-    """A layer forward: a feed-forward block's three results (up, gate, their product), and queries, attention's result
-    and h; with Top-K also page scores, what they are sorted by, and the blocks of scores of `attention_mass`."""
+    """The most of two moments of a layer: its feed-forward block (up, gate and their product, beside h, its norm and
+    queries), and its attention or choice of pages."""
     s = job.shapes
-    return 3 * s.widest + 3 * tree_bytes(s.h) + _choice_scratch(job) + _reference_scratch(job, arrays=3)
+    hidden = tree_bytes(s.h)
+    return max(3 * s.widest + 3 * hidden, 3 * hidden + _choice_scratch(job), 2 * hidden + _attention_scratch(job, 3))
 
 
 def _reverse_scratch(job: Job) -> int:
-    """The most of three moments: a tile of logits in the head, a layer backward, the gradient of the embedding."""
+    """The most of four moments: a tile of logits in the head, a layer backward and its attention, the gradient of the
+    embedding."""
     config, s = job.config, job.shapes
     V, C = s.head.shape[1], job.chunk
     wide = accumulator(s.h.dtype).itemsize
     hidden, width = tree_bytes(s.h), s.head.dtype.itemsize
-    # Logits, and their gradient as the matrix products read it. A head tied to the embedding takes its gradient turned.
+    # Logits, and their gradient as the matrix products read it. Of a head tied to the embedding, the matrix turned.
     head = divisor(C, max(1, TILE_LOGITS // V)) * V * (wide + width) + 4 * hidden
     if s.tied:
-        head += s.head.size * wide
+        head += tree_bytes(s.head)
     # Of the feed-forward block the product and three gradients; recomputed with `full`, up and gate too.
     backward = {"none": 4, "dots": 4, "full": 6}[config.remat] * s.widest + 5 * hidden
     if any(itemsize(config.grad_dtype, accumulator(x.dtype)) != x.dtype.itemsize for x in s.layer):
         # Sums of another dtype than the products' results are added apart: one layer of them, and a matrix to be added.
         backward += gradient_bytes(s.layer, config)
         backward += max(map(tree_bytes, s.layer))
-    backward += _reference_scratch(job, arrays=6)
+    attention = 5 * hidden + _attention_scratch(job, 6)
     # The embedding's gradient comes last, in the place of the activations.
     embedding = s.head.size * wide - layer_count(job.model.layers) * tree_bytes(s.saved)
-    return max(head, backward, embedding)
+    return max(head, backward, attention, embedding)
 
 
 def _choice_scratch(job: Job) -> int:
-    attention = top_k(job.ctx, job.config)
-    if attention is None:
+    """Page scores, what they are sorted by, and the blocks of scores of `attention_mass`."""
+    if top_k(job.ctx, job.config) is None:
         return 0
     rows = job.chunk // job.config.page * job.shapes.k.shape[1]
-    return 4 * 4 * rows * job.pages + 2**25
+    return 4 * 4 * rows * job.pages + 2 * MASS_SCORES
 
 
-def _reference_scratch(job: Job, *, arrays: int) -> int:
-    """Plain JAX: blocks of 64 Mi scores in float32, and queries, results and their gradients widened."""
+def _attention_scratch(job: Job, arrays: int) -> int:
+    """Of attention in plain JAX: three blocks of scores, and queries, results and their gradients in float32. The
+    kernels take none."""
     if job.config.implementation not in (None, "reference"):
         return 0
-    q = job.shapes.q
-    wide = accumulator(q.dtype).itemsize
-    block = min(REFERENCE_SCORES, q.shape[1] * job.chunk * job.pages * job.config.page)
-    return wide * (arrays // 2 * block + arrays * q.size)
+    q, wide = job.shapes.q, accumulator(job.shapes.q.dtype).itemsize
+    block = min(REFERENCE_SCORES[job.cpu], q.shape[1] * job.chunk * job.pages * job.config.page)
+    return wide * (3 * block + arrays * q.size)

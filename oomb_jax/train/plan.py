@@ -125,6 +125,7 @@ def _placed(settings: TrainConfig, config: Config, machine: Machine, model_confi
             batch=settings.batch,
             packed=settings.pack,
             optimizer=state,
+            cpu=machine.platform == "cpu",
             checkpoints=settings.save_every > 0,
         )
         return Plan(

@@ -213,8 +213,8 @@ def attention_share(selection: Int[Array, "n L R *M K"], page: int) -> Float[Arr
     """
     n, L, R, *heads, _ = selection.shape
     chosen = jnp.sum(selection >= 0, dtype=jnp.float32) / math.prod(heads) * page**2
-    own = L * n * (R * page) * (R * page + 1) // 2
-    earlier = L * n * (n - 1) // 2 * (R * page) ** 2
+    own = float(L * n * (R * page) * (R * page + 1) // 2)
+    earlier = float(L * n * (n - 1) // 2 * (R * page) ** 2)
     return (chosen + own) / (earlier + own)
 
 

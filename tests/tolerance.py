@@ -17,3 +17,9 @@ SPARSE_REFERENCE_WORST = 0.04
 # A logit of up to ten is a float32 sum of 128 terms, which matrix units truncate: an absolute error of some 2**-18, and
 # the exponential makes it a relative one. Weights in bfloat16 would err by 2**-9.
 PAGE_SCORE = 5e-5
+
+PLANNED_BYTES = 0.05
+"""Planned bytes against those of the compiler: what a run must be able to rely on; most cases are within 1 %."""
+
+PLANNED_TIME = 0.2
+"""Planned against measured time of a step: chips differ by their cooling, and a kernel by 10 % with what ran before."""

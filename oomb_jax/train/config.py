@@ -74,6 +74,10 @@ class TrainConfig:
     kv_grad_dtype: Literal["bfloat16", "float32"] | None = None
     """dtype of their gradients. None: float32."""
 
+    offload: Literal["auto", "none", "all"] | int = "auto"
+    """Where the pools of keys and values lie: `none`, all in the GPU's memory; `all`, all in host memory; a number, of
+    so many layers in the GPU's; `auto`, of as many as fit."""
+
     optimizer: Name = "adamw"
     """adamw, adafactor, lion or sgd."""
 
@@ -159,6 +163,8 @@ class TrainConfig:
         for field, least in _LEAST.items():
             if getattr(self, field) < least:
                 raise ValueError(f"{field}={getattr(self, field)}: at least {least}")
+        if isinstance(self.offload, int) and self.offload < 0:
+            raise ValueError(f"offload={self.offload}: at least 0 layers in the GPU's memory")
         if not 0 <= self.heldout < 1:
             raise ValueError(f"heldout={self.heldout}: a share of the text in [0, 1)")
         self.method(chunk=4096)

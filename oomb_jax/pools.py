@@ -107,8 +107,21 @@ def _host_array(shape: tuple[int, ...], dtype: Any) -> Array:
     device = jax.config.jax_default_device or jax.devices()[0]
     if device.platform == "cpu":
         return jnp.zeros(shape, dtype)
-    host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-    return jax.jit(lambda: lax.empty(shape, dtype), out_shardings=host)()
+    return jax.jit(lambda: lax.empty(shape, dtype), out_shardings=_host(device))()
+
+
+def _host(device: Any) -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+
+
+def pool_shapes(model: Any, ctx: int, config: Config) -> Pools:
+    """Shapes of what `create_pools` makes, with the memory that each array lies in, to compile for."""
+    pools = jax.eval_shape(lambda model: create_pools(model, ctx, config), model)
+    device = jax.config.jax_default_device or jax.devices()[0]
+    if pools.host is None or device.platform == "cpu":
+        return pools
+    on_host = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_host(device)), pools.host)
+    return pools._replace(host=on_host._replace(touched=pools.host.touched))
 
 
 def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False) -> None:

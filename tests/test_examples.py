@@ -14,7 +14,16 @@ from oomb_jax.train.config import TrainConfig
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^    \.venv/bin/python -m oomb_jax\.train (--.*)$", README, re.MULTILINE)
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/method.md", "docs/your-model.md", "docs/compare.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/method.md",
+    "docs/your-model.md",
+    "docs/compare.md",
+    "docs/top-k.md",
+    "docs/plan.md",
+]
 
 
 def without_docstring(path):

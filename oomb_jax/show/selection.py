@@ -32,7 +32,8 @@ from oomb_jax.train.config import TrainConfig, load
 from oomb_jax.train.data import Batch, Data, check_vocabulary, evaluation_batch, longest, open_data, sample
 from oomb_jax.train.metrics import write_whole
 from oomb_jax.train.optimizer import build
-from oomb_jax.train.setup import CHUNK, DTYPE, find_device, find_model, weights_directory
+from oomb_jax.train.plan import CHUNK, DTYPE
+from oomb_jax.train.setup import find_device, find_model, weights_directory
 
 CHUNKS, ROWS = 4, 8
 """Chunks whose recall is measured, and query pages in each: dense attention of all would cost its full time."""

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from oomb_jax.pools import Pools, create_pools
+from oomb_jax.pools import Pools, pool_shapes
 from oomb_jax.train.optimizer import build
 from oomb_jax.train.plan import GIB, Plan
 from oomb_jax.train.step import compile_step
@@ -84,7 +84,7 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
         optimizer = build(plan.settings.optimizer_config(), plan.job.model)
         shape = {"batch": plan.job.batch, "ctx": plan.job.ctx, "packed": plan.job.packed}
         step, _ = compile_step(plan.job.model, optimizer, plan.config, **shape)
-        pools = jax.eval_shape(lambda model: create_pools(model, plan.job.ctx, plan.config), plan.job.model)
+        pools = pool_shapes(plan.job.model, plan.job.ctx, plan.config)
     phases = {phase: step.pieces[phase] for phase in plan.bytes.phases}
     analyses = {phase: piece.memory_analysis() for phase, piece in phases.items()}
     temporaries = {phase: analysis.temp_size_in_bytes for phase, analysis in analyses.items()}

@@ -62,8 +62,9 @@ class TrainConfig:
     remat: Remat = "dots"
     """What a recomputed chunk keeps for its backward pass: `none` (everything), `dots`, or `full` (recompute all)."""
 
-    implementation: Literal["reference", "mosaic"] | None = None
-    """Which attention runs: `mosaic`, the kernels for Hopper GPUs, or `reference`. None: the reference, for now."""
+    implementation: Literal["reference", "mosaic", "triton"] | None = None
+    """Which attention runs: `mosaic`, the kernels for Hopper GPUs, `triton`, those for other NVIDIA GPUs, or
+    `reference`, plain JAX. None: the fastest that can run."""
 
     grad_dtype: Literal["bfloat16", "float32"] | None = None
     """dtype of the summed gradients. None: float32."""

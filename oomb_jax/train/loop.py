@@ -339,4 +339,4 @@ def position_ends(ctx: int) -> list[int]:
 
 
 def _pools(run: Run) -> Pools:
-    return jax.jit(lambda: create_pools(run.model, run.settings.ctx, run.step.config))()
+    return create_pools(run.model, run.settings.ctx, run.step.config)

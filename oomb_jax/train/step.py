@@ -25,7 +25,7 @@ from oomb_jax.chunked import Carry, evaluate, fill, fill_chunks, reverse, start_
 from oomb_jax.compiler import COMPILER_OPTIONS
 from oomb_jax.config import Config
 from oomb_jax.parts import key_shape, zero_gradients
-from oomb_jax.pools import Pools, clear_gradients, create_pools
+from oomb_jax.pools import Pools, clear_gradients, pool_shapes
 from oomb_jax.selection import statistics
 from oomb_jax.sequence import Sequence, cut, loss_weight
 from oomb_jax.shapes import accumulator
@@ -148,7 +148,7 @@ def compile_step(
     """
     shapes = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     state = shapes(jax.eval_shape(optimizer.init, model))
-    pools = jax.eval_shape(lambda model: create_pools(model, ctx, config), model)
+    pools = pool_shapes(model, ctx, config)
     grads = jax.eval_shape(lambda model: zero_gradients(model, config), model)
     row = jax.ShapeDtypeStruct((ctx,), jnp.int32)
     segments = row if packed else None
@@ -171,7 +171,7 @@ def compile_step(
         return jax.jit(f, compiler_options=COMPILER_OPTIONS, **options).lower(*arguments).compile()
 
     carry = Carry(pools=pools, grads=grads)
-    filling = jax.eval_shape(begin, pools)
+    filling = jax.eval_shape(begin, pools)._replace(pools=pools)
     pieces = {
         "weight": piece(functools.partial(loss_weight, dtype=dtype), labels),
         "cut": piece(functools.partial(cut, config=config), row, row, segments),

@@ -107,7 +107,8 @@ def test_a_long_sequence_is_drawn_in_few_cells(tmp_path):
     assert -(-n * R // -(-n * R // plots.CELLS)) <= plots.CELLS
 
 
-def test_selection_of_a_named_model_and_of_a_run(text, tmp_path, capsys):
+def test_selection_of_a_named_model_and_of_a_run(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     out = tmp_path / "pictures"
     shape = ["--data", str(text), "--platform", "cpu", "--chunk", "64", "--page", "16"]
     assert main(["selection", "--ctx", "300", "--pages", "3", *shape, "--out", str(out)]) == 0

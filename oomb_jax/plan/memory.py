@@ -275,7 +275,7 @@ def _choice_scratch(job: Job) -> int:
 def _attention_scratch(job: Job, arrays: int) -> int:
     """Of attention in plain JAX: three blocks of scores, and queries, results and their gradients in float32. The
     kernels take none."""
-    if job.config.implementation not in (None, "reference"):
+    if not job.cpu and job.config.implementation != "reference":
         return 0
     q, wide = job.shapes.q, accumulator(job.shapes.q.dtype).itemsize
     block = min(REFERENCE_SCORES[job.cpu], q.shape[1] * job.chunk * job.pages * job.config.page)

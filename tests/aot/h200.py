@@ -27,9 +27,10 @@ device_description_str: "NVIDIA H200"
 _MESH = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
 
 
-def array(*shape, dtype: DTypeLike = "bfloat16"):
-    """An argument of `compiled`."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(_MESH, PartitionSpec()))
+def array(*shape, dtype: DTypeLike = "bfloat16", memory: str | None = None):
+    """An argument of `compiled`, in the device's memory unless another kind is named."""
+    sharding = NamedSharding(_MESH, PartitionSpec(), memory_kind=memory)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def compiled(function, *arguments, donate=(), **more):

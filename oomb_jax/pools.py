@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -111,7 +112,9 @@ def _host_array(shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def _host(device: Any) -> jax.sharding.Sharding:
-    return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    """Pinned host memory. With a SingleDeviceSharding jitted functions would take the arrays for the device's."""
+    mesh = jax.sharding.Mesh(np.array([device]), ("device",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind="pinned_host")
 
 
 def pool_shapes(model: Any, ctx: int, config: Config) -> Pools:

@@ -1,0 +1,28 @@
+"""Arrays in host memory are taken for such inside a jitted function, and stay there."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from oomb_jax.pallas_kernels.triton_call import in_host_memory
+from oomb_jax.pools import _host
+
+
+def test_arrays_in_host_memory_are_known_and_stay():
+    host = _host(jax.devices("cpu")[0])
+    pool = jax.jit(lambda: lax.empty((4,), jnp.float32), out_shardings=host)()
+    seen = []
+
+    def step(pool, x):
+        seen.append((in_host_memory(pool), in_host_memory(x)))
+        return pool, x + 1
+
+    assert in_host_memory(pool)
+    again, x = jax.jit(step, donate_argnums=0)(pool, jnp.ones(3))
+    assert in_host_memory(again)
+    assert not in_host_memory(x)
+    compiled = (
+        jax.jit(step, donate_argnums=0).lower(jax.ShapeDtypeStruct((4,), jnp.float32, sharding=host), x).compile()
+    )
+    assert in_host_memory(compiled(again, x)[0])
+    assert seen == [(True, False)] * 2

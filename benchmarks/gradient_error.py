@@ -145,6 +145,8 @@ def compare_topk(settings: Settings) -> None:
     """Measures the grid, adds it to the file, prints and draws all of the model's figures."""
     path = settings.json or RESULTS / "topk-error.json"
     records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    if not isinstance(records, list):
+        raise SystemExit(f"json={path}: figures of --compare kernels; name another file")
     name = str(settings.weights) if settings.weights else f"{settings.model}, {settings.layers} layers, random weights"
     setting = {
         **{"model": name, "data": settings.data or "random tokens", "dtype": settings.dtype},

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.flax import load_file
 
 import oomb_jax
 
@@ -62,3 +63,13 @@ def gradient_error(actual, expected) -> tuple[float, str]:
         if not error <= worst:  # also where it is NaN
             worst, name = error, jax.tree_util.keystr(path)
     return worst, name
+
+
+def errors_by_tensor(grads, expected, scale, directory) -> list[float]:
+    """|scale * gradient - expected| / |expected| of each tensor of a Hugging Face file, which `grads` is saved as."""
+    oomb_jax.models.save(grads, directory)
+    actual = load_file(directory / "model.safetensors")
+    assert actual.keys() == expected.keys()
+    wide = lambda x: np.asarray(x, np.float64)
+    norm = np.linalg.norm
+    return [float(norm(scale * wide(actual[k]) - wide(want)) / norm(wide(want))) for k, want in expected.items()]

@@ -234,3 +234,9 @@ def test_flags_of_the_program_stay_few():
     # Every flag is one more thing to know; a new one takes the place of an old one or has a reason in these numbers.
     assert len(dataclasses.fields(TrainConfig)) <= 45
     assert len(dataclasses.fields(PlanFlags)) <= 6
+
+
+def test_pools_on_the_host_are_not_compiled_for_a_device_that_is_not_here(capsys):
+    flags = "--model tiny --ctx 16384 --attention topk --pages 4 --plan --compile --device h200 --offload all"
+    assert main([*flags.split(), "--host-memory", "128"]) == USAGE
+    assert "add --offload none" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from oomb_jax.parts import layer_count
 from oomb_jax.pools import Pools, pool_shapes
 from oomb_jax.train.optimizer import build
 from oomb_jax.train.plan import GIB, Plan
@@ -78,8 +79,15 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
     """Compiles the step of a plan for a device by name, or for `this` machine's.
 
     Raises:
-      ValueError: the device is not here and its compiler is not installed.
+      ValueError: the device is not here, and its compiler is not installed or pools are on the host.
     """
+    hbm_layers = plan.config.hbm_layers
+    if device != "this" and hbm_layers is not None and hbm_layers < layer_count(plan.job.model.layers):
+        # JAX drops the kind of memory of a device that is not here, so the pools would be compiled into the GPU's.
+        raise ValueError(
+            f"compile: the pools of all but {hbm_layers} layers are on the host, and for {device}, which is not here, "
+            "JAX compiles for the GPU's memory alone; add --offload none, or run it on the device without --device"
+        )
     with _compiling_for(device):
         optimizer = build(plan.settings.optimizer_config(), plan.job.model)
         shape = {"batch": plan.job.batch, "ctx": plan.job.ctx, "packed": plan.job.packed}

@@ -15,45 +15,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from triton.runtime import interpreter
 
 from oomb_jax.pallas_kernels.paged_attention import api, triton_vjp
 from oomb_jax.pallas_kernels.paged_attention import triton as forward_kernels
 from oomb_jax.pallas_kernels.paged_attention.cases import Case
 from oomb_jax.pallas_kernels.paged_attention.triton_config import KernelTiles, Tiles
 from tests.pallas_kernels.test_paged_attention import Suite, at_most_plain
-
-
-class Host:
-    """A numpy array, with what the interpreter asks a tensor for."""
-
-    def __init__(self, array):
-        self.array = np.array(array)
-        self.dtype = {"float16": "fp16", "float32": "fp32", "int32": "i32"}[self.array.dtype.name]
-
-    def data_ptr(self):
-        return self.array.ctypes.data
-
-    def untyped_storage(self):
-        return self
-
-    cpu = storage_offset = size = stride = untyped_storage
-
-    def new_empty(self, *_, **__):
-        return self
-
-    set_ = copy_ = new_empty
-
-
-def interpreted_call(kernel, *inputs, in_place=(), out_type=(), grid, name, num_warps, num_stages, **constants):
-    """`triton_call` in the interpreter. Outputs begin as NaN, so what is not written shows."""
-    del name, num_warps, num_stages, constants["compute_capability"]
-    inputs, pools = [Host(x) for x in inputs], [Host(x) for x in in_place]
-    outputs = [Host(np.full(out.shape, np.nan, out.dtype)) for out in out_type]
-    kernel[grid](*inputs, *pools, *outputs, *pools, **constants)
-    return [jnp.asarray(x.array) for x in outputs], [jnp.asarray(x.array) for x in pools]
-
+from tests.pallas_kernels.triton_interpreter import interpreted_call, repair_interpreter
 
 # float16, as the interpreter multiplies no bfloat16. With the tiles of forward, dq and dk/dv.
 f16 = partial(Case, dtype="float16")
@@ -76,14 +44,7 @@ class Interpreted(Suite):
 
 def interpret():
     """Checks every case as the suite does."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        # Triton asks numpy for int(array), which since 2.5 takes no array with axes.
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
+    repair_interpreter()
     api.unsupported_triton = lambda *_, **__: None  # it asks for a GPU
     forward_kernels.triton_call = triton_vjp.triton_call = interpreted_call
     for case, *sizes in INTERPRETED:

@@ -28,7 +28,7 @@ demo: ## set up, train the tiny model on real text at a context of 16,384 and sh
 	@if [ -e $(demo_run) ]; then echo "demo: removes $(demo_run), the result of an earlier demo"; rm -rf $(demo_run); fi
 	$(demo_command) $(DEMO_FLAGS)
 
-test: ## set up, then lint, types and the whole test suite on the CPU (about 6 minutes)
+test: ## set up, then lint, types and the whole test suite on the CPU (about 8 minutes)
 	@echo "test: style and types first, then the whole test suite on the CPU"
 	@sh scripts/setup dev$${EXTRAS:+,$$EXTRAS}
 	@$(MAKE) --no-print-directory lint
@@ -39,7 +39,7 @@ test-latest: ## the test suite with the newest release of jax, in .venv-latest
 	@.venv-latest/bin/python -c 'import jax, jaxlib; print("test-latest: jax", jax.__version__, "jaxlib", jaxlib.__version__)'
 	.venv-latest/bin/python -m pytest $(pytest_flags)
 
-test-aot: ## compile the kernels for an H200 without a GPU, in .venv-aot (about a minute)
+test-aot: ## compile the kernels for an H200 without a GPU, in .venv-aot (about 4 minutes)
 	@VENV=.venv-aot sh scripts/setup dev,aot
 	.venv-aot/bin/python -m pytest $(pytest_flags) tests/aot tests/pallas_kernels/test_triton.py tests/pallas_kernels/test_page_move.py
 

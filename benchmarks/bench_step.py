@@ -79,6 +79,9 @@ class Settings:
     kv_grad_dtype: str = "float32"
     """dtype of the key and value gradient pools."""
 
+    hbm_layers: int | None = None
+    """Layers whose pools stay in the GPU's memory; the others' are on the host. None: all, `chunked` only."""
+
     implementation: Literal["mosaic", "triton", "reference"] | None = None
     """Which attention runs. None: the fastest that the device can."""
 
@@ -111,7 +114,7 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
 
     import oomb_jax
 
-    plain = "chunk", "remat", "grad_dtype", "kv_grad_dtype", "implementation"
+    plain = "chunk", "remat", "grad_dtype", "kv_grad_dtype", "hbm_layers", "implementation"
     attention = oomb_jax.TopK(pages=settings.pages) if settings.attention == "topk" else oomb_jax.Dense()
     config = oomb_jax.Config(attention=attention, **{key: getattr(settings, key) for key in plain})
     model = oomb_jax.models.create(settings.model, key=jax.random.key(0))
@@ -176,10 +179,10 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
 
 def collect(settings: Settings) -> list[dict[str, Any]]:
     """Measures every context and adds the records to the file; all records of the file."""
-    numbers = "chunk", "remat", "grad_dtype", "kv_grad_dtype", "implementation", "steps"
+    numbers = "chunk", "remat", "grad_dtype", "kv_grad_dtype", "hbm_layers", "implementation", "steps"
     kept = "method", "model", "attention", "pages", "selection", *numbers
     about = {key: getattr(settings, key) for key in kept}
-    identity = lambda record: [record.get(key, "model") for key in ("context", *kept)]  # `selection` came later
+    identity = lambda record: [record.get(key) for key in ("context", *kept)]
     records = json.loads(settings.json.read_text(encoding="utf-8")) if settings.json.exists() else []
     spawn = multiprocessing.get_context("spawn")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # JAX would take three quarters and no more
@@ -200,8 +203,10 @@ def label(record: dict[str, Any]) -> str:
         return f"parallel, checkpoint per layer, {dtypes}"
     attention = "dense"
     if record["attention"] == "topk":
-        chosen = "" if record.get("selection", "model") == "model" else f" ({record['selection']})"
+        chosen = "" if record["selection"] == "model" else f" ({record['selection']})"
         attention = f"top {record['pages']} pages{chosen}"
+    if record["hbm_layers"] is not None:
+        attention += f", pools of {record['hbm_layers']} layers in HBM"
     return f"chunked, {attention}, chunk {record['chunk']}, {record['remat']}, {dtypes}"
 
 

@@ -14,6 +14,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
@@ -69,6 +70,7 @@ def page_traffic(tables: Int[Array, "n L R *M K"], *, kv_page: int, gradient_pag
     Returns:
       distinct_pages, the mean over chunks and layers, and gigabytes: of keys and values read in the fill pass (whose
       last layer attends to nothing), the recomputation and the backward pass, and of gradients, read and written.
+      gradient_pages, the share of all pages that get a gradient from a later chunk, and that hold one at once.
     """
     n, L = tables.shape[:2]
     counts = lax.map(selection.distinct_pages, tables.reshape(-1, *tables.shape[2:])).reshape(n, L)
@@ -83,4 +85,21 @@ def page_traffic(tables: Int[Array, "n L R *M K"], *, kv_page: int, gradient_pag
     return {
         "distinct_pages": round(float(counts.mean()), 1),
         "gigabytes": {name: round(value / 1e9, 3) for name, value in kinds.items()},
+        "gradient_pages": _gradient_pages(np.asarray(tables)),
     }
+
+
+def _gradient_pages(tables: np.ndarray) -> dict[str, float]:
+    """Of a sequence's pages: the share that any chunk chose, and the largest share that holds a gradient at one time of
+    the reverse pass, from the last chunk that chose a page to the page's own chunk."""
+    n, L, rows = tables.shape[:3]
+    alive = np.zeros((L, n * rows), bool)
+    chosen = np.zeros_like(alive)
+    most = 0
+    for c in reversed(range(n)):
+        for layer, table in enumerate(tables[c]):
+            alive[layer, table[table >= 0]] = True
+        chosen |= alive
+        most = max(most, int(alive.sum()))
+        alive[:, c * rows :] = False
+    return {"chosen": round(float(chosen.mean()), 4), "at_once": round(most / alive.size, 4)}

@@ -62,6 +62,17 @@ def test_traffic_counts_each_page_once_a_pass():
     told = page_traffic(jnp.asarray(tables), kv_page=10**9, gradient_page=2 * 10**9)
     assert told["distinct_pages"] == round(8 / 6, 1)
     assert told["gigabytes"] == {"fill": 6, "recompute": 8, "backward": 8, "gradients": 32}
+    assert told["gradient_pages"] == {"chosen": round(7 / 24, 4), "at_once": round(7 / 24, 4)}
+
+
+def test_gradient_pages_live_until_their_own_chunk():
+    from selections import page_traffic
+
+    tables = np.full((4, 2, R, K), -1, np.int32)
+    tables[3, 0, 1, :3] = [8, 9, 10]  # of chunk 2, and done with it
+    tables[1, 0, :, 0] = [0, 0, 1, 1]
+    told = page_traffic(jnp.asarray(tables), kv_page=1, gradient_page=1)["gradient_pages"]
+    assert told == {"chosen": round(5 / 32, 4), "at_once": round(3 / 32, 4)}
 
 
 def test_gradient_error_falls_to_zero_with_all_pages():

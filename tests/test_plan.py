@@ -105,7 +105,7 @@ def test_times_are_those_that_were_measured():
 
 
 def run(machine=None, **settings):
-    settings = TrainConfig(model="qwen2.5-7b", attention="topk", save_every=0, implementation="mosaic", **settings)
+    settings = TrainConfig(model="qwen2.5-7b", save_every=0, implementation="mosaic", **settings)
     return decide(settings, machine or plan.named("h200", 128), models.config(settings.model))
 
 
@@ -146,9 +146,17 @@ def test_what_is_said_to_fit_does():
     assert ways
     for way in ways:
         assert way in str(error.value)
-        command = f"--model qwen2.5-7b --attention topk --save-every 0 --ctx {2**19} --implementation mosaic {way}"
+        command = f"--model qwen2.5-7b --save-every 0 --ctx {2**19} --implementation mosaic {way}"
         settings = parse(command.split())
         assert decide(settings, planned.machine, planned.model_config).fits
+    far = run(ctx=2**24)
+    with pytest.raises(ValueError, match=r"what fits: ctx=(\d+) at most, with (.*), or (--model .*)") as error:
+        far.check()
+    found = re.search(r"ctx=(\d+) at most, with (.*), or (--model .*)", str(error.value))
+    assert found is not None
+    for command in (f"--ctx {found[1]} {found[2]}", f"--ctx {2**24} {found[3]}"):
+        settings = parse(f"--implementation mosaic --save-every 0 {command}".split())
+        assert decide(settings, far.machine, models.config(settings.model)).fits
     context = longest_context(run(ctx=2**19, **SMALL_STATE))
     assert run(ctx=context, **SMALL_STATE).fits
     assert not run(ctx=context + 1, **SMALL_STATE).fits
@@ -159,11 +167,15 @@ def test_a_plan_tells_bytes_and_seconds_and_starts_no_device():
         "import sys; from oomb_jax.train.__main__ import main; status = main(sys.argv[1:]);"
         "from jax._src import xla_bridge; assert not xla_bridge._backends; sys.exit(status)"
     )
-    flags = ["--ctx", "4194304", "--plan", "--json", "--device", "h200", "--host-memory", "128", "--attention", "topk"]
+    flags = ["--ctx", "4194304", "--plan", "--json", "--device", "h200", "--host-memory", "128"]
     done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["fits"] is False
+    # What `--ctx` alone means.
+    assert told["model"] == "qwen2.5-7b"
+    assert told["hbm"]["selection"] > 4 * 2**22 // 128 * 28 * 64
+    assert told["hbm_layers"] == 0
     assert told["host"]["total"] == sum(told["host"].values()) - told["host"]["total"]
     assert told["hbm"]["total"] >= told["hbm"]["weights"] + told["hbm"]["activations"] > 2e10
     assert told["time"]["total"] == pytest.approx(sum(told["time"].values()) - told["time"]["total"])

@@ -82,7 +82,7 @@ class Job:
         resident, L = self.config.hbm_layers, layer_count(self.model.layers)
         return 0 if resident is None else max(0, L - resident)
 
-    @property
+    @functools.cached_property
     def shapes(self) -> "Shapes":
         """Of a chunk of it."""
         return shapes(self.model, self.config, self.chunk)

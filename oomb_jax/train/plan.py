@@ -175,12 +175,7 @@ def longest_context(plan: Plan) -> int:
 
 def alternatives(plan: Plan) -> tuple[str, ...]:
     """The fewest changes of settings with which the same context fits, up to three ways; empty where none does."""
-    settings = plan.settings
-    changes = {
-        told: change
-        for told, change in CHANGES.items()
-        if any(getattr(settings, name) != value for name, value in change.items() if value is not None)
-    }
+    settings, changes = plan.settings, _changes(plan.settings)
     for count in range(1, len(changes) + 1):
         found = []
         for names in itertools.combinations(changes, count):
@@ -192,16 +187,41 @@ def alternatives(plan: Plan) -> tuple[str, ...]:
     return ()
 
 
+def _changes(settings: TrainConfig) -> dict[str, dict[str, Any]]:
+    """Those of `CHANGES` that are not made yet."""
+    return {
+        told: change
+        for told, change in CHANGES.items()
+        if any(getattr(settings, name) != value for name, value in change.items() if value is not None)
+    }
+
+
 def ways(plan: Plan) -> str:
     """What fits instead, for people."""
     found = [f"ctx={ctx} at most"] if (ctx := longest_context(plan)) else []
     found += alternatives(plan)
     if not found:
-        everything = {name: value for change in CHANGES.values() for name, value in change.items()}
+        changes = _changes(plan.settings)
+        everything = {name: value for change in changes.values() for name, value in change.items()}
         changed = decide(dataclasses.replace(plan.settings, **everything), plan.machine, plan.model_config)
         if ctx := longest_context(changed):
-            found.append(f"ctx={ctx} at most, with {' '.join(CHANGES)}")
-    return f"what fits: {', or '.join(found)}" if found else "no context fits, with any setting: take a smaller model"
+            found.append(f"ctx={ctx} at most, with {' '.join(changes)}")
+        found += _smaller_model(plan)
+    return f"what fits: {', or '.join(found)}" if found else "no context of any model fits on this machine"
+
+
+def _smaller_model(plan: Plan) -> tuple[str, ...]:
+    """The largest named model with which the same context fits, and the fewest changes that takes."""
+    size = lambda config: models.parameter_count(models.abstract(config))
+    smaller = {name: n for name in models.names() if (n := size(models.config(name))) < size(plan.model_config)}
+    for name in sorted(smaller, key=lambda name: -smaller[name]):
+        settings = dataclasses.replace(plan.settings, model=name)
+        other = decide(settings, plan.machine, models.config(name))
+        if other.fits:
+            return (f"--model {name}",)
+        if found := alternatives(other):
+            return (f"--model {name} {found[0]}",)
+    return ()
 
 
 def as_json(plan: Plan, distinct: float | None = None) -> dict[str, Any]:
@@ -251,9 +271,8 @@ def describe(plan: Plan, distinct: float | None = None) -> str:
     lines.append("")
     lines += _time(plan, plan.seconds(distinct), distinct)
     lines += [f"note: {note}" for note in plan.notes]
-    longest = longest_context(plan)
     if plan.fits:
-        lines.append(f"fits; the largest context that does with these settings is {longest:,}")
+        lines.append(f"fits; the largest context that does with these settings is {longest_context(plan):,}")
     else:
         lines.append(f"does not fit; {ways(plan)}")
     return "\n".join(lines)

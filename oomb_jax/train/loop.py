@@ -241,7 +241,7 @@ class Loop:
         heldout = run.data.heldout
         if heldout is None:
             return None
-        # Held-out text that repeats within a sequence would look easier than it is.
+        # Held-out text that repeats within a sequence would look easier than it is, so a short one is not repeated.
         ctx = min(settings.ctx, longest(heldout, pack=settings.pack))
         total, count = np.zeros(ctx), np.zeros(ctx)
         for index in range(settings.eval_batches):

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,7 +129,6 @@ def test_a_step_in_pieces_is_value_and_grad(packed):
         ({"data": "no-such-file.txt"}, "no-such-file.txt"),
         ({"weights": "no-such-directory"}, "no-such-directory"),
         ({"platform": "gpu"}, "platform=gpu"),
-        ({"ctx": 100_000}, "ctx=100000: longer than data="),
         ({"trainable": "layers.x_proj.*"}, "matches no parameter"),
         ({"config": "no-such-settings.json"}, "no-such-settings.json: no such file"),
         ({"optimizer": "sgd", "b1": 0.9}, "sgd has no such setting"),
@@ -175,6 +175,26 @@ def test_evaluation_repeats_no_text_of_any_source(text, tmp_path, capsys):
     short.write_text(text.read_text()[:1000])
     assert main(flags(text, tmp_path / "run", data=f"{text}=0.5,{short}=0.5", steps=1)) == 0
     assert "(50 tokens)" in capsys.readouterr().out
+
+
+def test_a_text_shorter_than_the_context_is_repeated_and_resumes_bit_for_bit(text, tmp_path, capsys, caplog):
+    """Held-out text is not: it is evaluated as far as it goes, here with fewer chunks than the context has."""
+    text.write_text(text.read_text()[:599])
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    settings = {"ctx": 1050, "pages": 2, "heldout": 0.5, "save_every": 2}
+    assert main(flags(text, whole, **settings)) == 0
+    (warning,) = [record.message for record in caplog.records if "repeated" in record.message]
+    assert "its 300 tokens are repeated to fill ctx=1,050, 3.5 times" in warning
+    printed = capsys.readouterr().out
+    assert "held-out text is not repeated: it is evaluated in sequences of 300 tokens" in printed
+    assert "(300 tokens)" in printed
+    shutil.copytree(whole, broken)
+    shutil.rmtree(broken / "checkpoints" / "4")
+    assert main([*flags(text, broken, **settings), "--resume"]) == 0
+    losses = [[(r["step"], r["loss"]) for r in read_records(d / "metrics.jsonl")] for d in (whole, broken)]
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
+    assert final_state(whole) == final_state(broken)
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(text, tmp_path, capsys, monkeypatch):

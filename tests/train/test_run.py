@@ -25,7 +25,7 @@ from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
 from oomb_jax.train.data import Batch
 from oomb_jax.train.metrics import MetricsWriter, read_records
 from oomb_jax.train.optimizer import OptimizerConfig, build
-from oomb_jax.train.step import Step, compile_step
+from oomb_jax.train.step import Evaluation, Step, compile_step
 from tests.gradients import gradient_error, random_batch, random_model
 from tests.tolerance import F32_GRADIENT, GOLDEN_LOSS
 
@@ -305,14 +305,15 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on(text, tmp_path, capsys, m
 class Process:
     """A run in a process of its own, to be stopped at a moment of its life."""
 
-    def __init__(self, arguments: list[str], cache: Path):
+    def __init__(self, arguments: list[str], cache: Path, code: str | None = None):
         environment = os.environ | {
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONUNBUFFERED": "1",
         }
-        command = [sys.executable, "-m", "oomb_jax.train", *arguments]
+        program = ["-m", "oomb_jax.train"] if code is None else ["-c", code]
+        command = [sys.executable, *program, *arguments]
         self._process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -325,10 +326,14 @@ class Process:
                 return
         raise AssertionError(f"the run ended without {text!r}")
 
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        self._process.send_signal(number)
+
     def end(self, number: signal.Signals | None = None) -> tuple[int, str]:
         """Sends a signal and waits; exit status and the rest of the output."""
         if number is not None:
-            self._process.send_signal(number)
+            self.send(number)
         output, _ = self._process.communicate(timeout=120)
         return self._process.returncode, output
 
@@ -368,6 +373,60 @@ def test_killed_and_interrupted_runs_resume_bit_for_bit(text, tmp_path):
     assert not parse(["--config", str(out / "settings.json")]).resume
     losses = [[(r["step"], r["loss"]) for r in read_records(d / "metrics.jsonl")] for d in (out, whole)]
     assert losses[0] == losses[1]
+
+
+def test_an_interrupted_last_evaluation_is_made_when_the_run_is_resumed(text, tmp_path, capfd, monkeypatch):
+    out = tmp_path / "run"
+    losses = Evaluation.losses
+
+    def interrupted(self, model, pools, batch, report):
+        if (out / "metrics.jsonl").read_text().count("\n") == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return losses(self, model, pools, batch, report)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluation, "losses", interrupted)
+        assert main(flags(text, out)) == 128 + signal.SIGTERM
+    told = capfd.readouterr()
+    assert "SIGTERM: stopped after step 4; saved at step 4; go on with" in told.out
+    assert "SIGTERM: the run ends after this chunk; once more ends it now" in told.err
+    assert [e["step"] for e in read_records(out / "evaluations.jsonl")] == [0]
+    beat = json.loads((out / "heartbeat.json").read_text())
+    assert (beat["pass"], beat["step"], beat["status"]) == ("ended", 4, 128 + signal.SIGTERM)
+    for _ in range(2):  # and only once
+        assert main([*flags(text, out), "--resume"]) == 0
+        assert [e["step"] for e in read_records(out / "evaluations.jsonl")] == [0, 4]
+
+
+SLOW_SAVE = """
+import sys, time
+from oomb_jax.train.__main__ import main
+from oomb_jax.train.checkpoint import Checkpoints
+save = Checkpoints.save
+def slow(self, step, *args, **kwargs):
+    if step > 2:
+        self.wait()
+        print("saving slowly", flush=True)
+        time.sleep(60)
+    save(self, step, *args, **kwargs)
+Checkpoints.save = slow
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once_and_the_last_checkpoint_is_whole(text, tmp_path):
+    out = tmp_path / "run"
+    process = Process(flags(text, out, steps=100, save_every=2), tmp_path / "cache", code=SLOW_SAVE)
+    process.wait_for("step   3/100")
+    process.send(signal.SIGINT)
+    process.wait_for("SIGINT: the run ends after this chunk; once more ends it now")
+    process.wait_for("saving slowly")
+    begun = time.monotonic()
+    status, _ = process.end(signal.SIGINT)
+    assert status == -signal.SIGINT
+    assert time.monotonic() - begun < 10
+    assert final_state(out)["step"] == 2
+    assert json.loads((out / "heartbeat.json").read_text())["pass"] in ("fill", "reverse", "evaluate")
 
 
 def test_a_checkpoint_of_another_model_is_refused(text, tmp_path, capsys):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +196,39 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_compiled(tmp_path, 
     monkeypatch.setattr(setup, "compile_step", lambda *_, **__: pytest.fail("compiled"))
     assert main(f"--model tiny --ctx 100000 --platform cpu --out {tmp_path / 'run'}".split()) == USAGE
     assert "what fits: ctx=" in capsys.readouterr().err
+
+
+def test_checkpoints_count_on_the_host_and_on_the_disk(tmp_path, capsys, monkeypatch):
+    settings = TrainConfig(
+        ctx=2**16, implementation="mosaic", grad_dtype="bfloat16", steps=100, save_every=10, keep=3, eval_every=5
+    )
+    machine = dataclasses.replace(plan.named("h200", 256), disk=600 * GIB)
+    planned = decide(settings, machine, models.config(settings.model))
+    optimizer = build(settings.optimizer_config(), planned.job.model)
+    state = jax.tree.leaves((planned.job.model, jax.eval_shape(optimizer.init, planned.job.model)))
+    sizes = [x.size * x.dtype.itemsize for x in state]
+    assert planned.bytes.host["checkpoint"] == max(sizes) == 28 * 3584 * 18944 * 4
+    assert 0 < planned.bytes.checkpoint - sum(sizes) < 2**21
+    assert planned.checkpoints == 5  # three, the best before them, and the next
+    assert planned.disk == 5 * planned.bytes.checkpoint < 600 * GIB
+    assert planned.fits
+    small = decide(settings, dataclasses.replace(machine, disk=300 * GIB), planned.model_config)
+    assert small.fits_in_memory
+    assert alternatives(small)[:2] == ("--keep 1", "--save-every 0")
+    told = r"out=runs/qwen2.5-7b-65536: a checkpoint of qwen2.5-7b takes 99.\d+ GiB, 5 of them .* what fits: --keep 1"
+    with pytest.raises(ValueError, match=told):
+        small.check()
+    once = dataclasses.replace(settings, steps=7)
+    assert decide(once, machine, planned.model_config).checkpoints == 1
+    # A run's own checkpoints make room for those that follow.
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "5" / "array").write_bytes(bytes(5000))
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert plan.disk_for(tmp_path / "run" / "checkpoints") == 2**20 + 5000
+    monkeypatch.setattr(setup, "compile_step", lambda *_, **__: pytest.fail("compiled"))
+    assert main(f"--model tiny --ctx 300 --platform cpu --out {tmp_path / 'new'}".split()) == USAGE
+    assert "what fits: --save-every 0" in capsys.readouterr().err
 
 
 def test_jax_may_pin_what_the_pools_take(monkeypatch):

@@ -197,6 +197,7 @@ class Loop:
         self.progress.step(number)
         losses, grads, training.pools = run.step.gradients(training.model, self.take_pools(), batch, self.report)
         self.signals.check()
+        self.wait_for_save()
         training.model, training.optimizer, stats = run.step.update(training.model, grads, training.optimizer)
         del grads
         norm, rate = (float(x) for x in jax.device_get((stats["gradient_norm"], stats["learning_rate"])))
@@ -302,6 +303,14 @@ class Loop:
             self.checkpoints.save(training.step, training.state, metadata(self.run_), loss=loss)
             training.saved = training.step
         except CheckpointError as error:
+            self.say(f"warning: not saved: {error}")
+
+    def wait_for_save(self) -> None:
+        """Returns when the state is no longer read by the save before, which the update would take from it."""
+        try:
+            self.checkpoints.wait_copied()
+        except CheckpointError as error:
+            self.training.saved = self.checkpoints.latest()
             self.say(f"warning: not saved: {error}")
 
     def settle(self) -> int:

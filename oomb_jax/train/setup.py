@@ -16,7 +16,7 @@ import psutil
 from oomb_jax import models
 from oomb_jax.config import Config
 from oomb_jax.models import hf_config
-from oomb_jax.plan import Machine, host_available, this
+from oomb_jax.plan import Machine, disk_for, host_available, this
 from oomb_jax.plan.machine import SYSTEM
 from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.train.config import TrainConfig
@@ -95,6 +95,7 @@ def make_plan(settings: TrainConfig) -> Plan:
             hbm=memory_limit(device),
             host=max(0, host_available() - SYSTEM),
         )
+    machine = dataclasses.replace(machine, disk=disk_for(settings.directory / "checkpoints"))
     return decide(settings, machine, find_model(settings))
 
 

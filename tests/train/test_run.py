@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint._src.serialization import replica_slices
 
 import oomb_jax
 from oomb_jax.train import loop, setup
@@ -300,6 +301,35 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on(text, tmp_path, capsys, m
     assert len(read_records(out / "metrics.jsonl")) == 4
     monkeypatch.setattr(Checkpoints, "save", lambda *_, **__: (_ for _ in ()).throw(CheckpointError("full")))
     assert main(flags(text, tmp_path / "never", save_every=1)) == loop.FAILED
+
+
+def test_a_state_that_is_streamed_to_the_disk_is_not_updated_meanwhile(text, tmp_path, monkeypatch):
+    """The next step's gradient may be, and is."""
+    assert main(flags(text, tmp_path / "whole", steps=3, save_every=1)) == 0
+    opened, events = [], []
+    gradients, update = Step.gradients, Step.update
+
+    def saving():
+        (checkpoints,) = opened
+        return checkpoints._manager.is_saving_in_progress()
+
+    def open_streaming(directory, **options):
+        opened.append(Checkpoints(directory, **options, whole=1))
+        return opened[-1]
+
+    def slow(*args, **kwargs):
+        time.sleep(0.02)
+        return transfer(*args, **kwargs)
+
+    transfer = replica_slices.transfer_arrays_to_host
+    monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", slow)
+    monkeypatch.setattr(loop, "Checkpoints", open_streaming)
+    monkeypatch.setattr(Step, "gradients", lambda *args: events.append(("gradients", saving())) or gradients(*args))
+    monkeypatch.setattr(Step, "update", lambda *args: events.append(("update", saving())) or update(*args))
+    assert main(flags(text, tmp_path / "streamed", steps=3, save_every=1)) == 0
+    meanwhile = [("gradients", True), ("update", False)]
+    assert events == [("gradients", False), ("update", False), *meanwhile, *meanwhile]
+    assert final_state(tmp_path / "streamed") == final_state(tmp_path / "whole")
 
 
 class Process:

@@ -1,6 +1,7 @@
 """The plan: its bytes are those that the step has, its times those that were measured, and what it promises holds."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -270,8 +271,23 @@ def test_copies_of_pools_are_found():
     layer = f"  %copy.2 = bf16[{P},{M},{S},{H}]{{3,2,1,0}} copy(%p)"
     to_host = "  %copy.3 = f32[7]{0:S(5)} copy(%p)"
     fine = [f"  %copy.4 = bf16[{S},{H}]{{1,0}} copy(%p)", f"  %x = bf16[{L},{P},{M},{S},{H}]{{4,3,2,1,0}} parameter(0)"]
-    found = pool_copies("\n".join([copied, layer, to_host, *fine]), pools)
-    assert [re.sub(r"\D", "", line.split("=")[0]) for line in found] == ["1", "2", "3"]
+    # From host memory, and of a buffer of fetched pages, which is on the device.
+    from_host = [
+        f"  %pool = bf16[{L},{P},{M},{S},{H}]{{4,3,2,1,0:T(8,128)S(5)}} parameter(1)",
+        f"  ROOT %copy.5 = bf16[{L},{P},{M},{S},{H}]{{4,3,2,1,0}} copy(%pool)",
+    ]
+    find = lambda lines, *args: [re.sub(r"\D", "", x.split("=")[0]) for x in pool_copies("\n".join(lines), *args)]
+    assert find([copied, layer, to_host, *fine, *from_host], pools) == ["1", "2", "3", "5"]
+    assert find([copied, layer, to_host, *fine], pools, P) == ["1", "3"]
+    on_host = pools._replace(hbm=None)
+    assert find([copied, layer, to_host, *fine, *from_host], on_host) == ["3", "5"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="the CUDA plugin is here")
+def test_compiling_for_an_absent_device_says_what_it_takes(capsys):
+    flags = "--model tiny --ctx 16384 --plan --compile --device h200 --host-memory 128"
+    assert main(flags.split()) == USAGE
+    assert "it takes the CUDA plugin; pip install 'oomb_jax[aot]'" in capsys.readouterr().err
 
 
 def test_flags_of_the_program_stay_few():
@@ -280,9 +296,3 @@ def test_flags_of_the_program_stay_few():
     # Every flag is one more thing to know; a new one takes the place of an old one or has a reason in these numbers.
     assert len(dataclasses.fields(TrainConfig)) <= 45
     assert len(dataclasses.fields(PlanFlags)) <= 6
-
-
-def test_pools_on_the_host_are_not_compiled_for_a_device_that_is_not_here(capsys):
-    flags = "--model tiny --ctx 16384 --attention topk --pages 4 --plan --compile --device h200 --offload all"
-    assert main([*flags.split(), "--host-memory", "128"]) == USAGE
-    assert "add --offload none" in capsys.readouterr().err

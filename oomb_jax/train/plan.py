@@ -320,7 +320,10 @@ def _time(plan: Plan, seconds: Seconds | None, distinct: float | None) -> list[s
     lines += [_row(name, f"{value:.2f}") for name, value in seconds.phases.items() if value]
     lines.append(_row("total", f"{seconds.total:.2f}"))
     tokens = plan.settings.batch * plan.settings.ctx
-    lines.append(f"{'':<20} {tokens / seconds.total:,.0f} tokens/s, {seconds.flops / seconds.total / 1e12:.0f} TFLOP/s")
+    lines.append(
+        f"{'':<20} {tokens / seconds.total:,.0f} tokens/s; {seconds.flops / 1e15:,.3g} PFLOP, "
+        f"{seconds.flops / seconds.total / 1e12:.0f} TFLOP/s"
+    )
     if plan.config.implementation == "reference":
         lines.append("  with the kernels; --implementation reference, plain JAX, is many times slower")
     if any(seconds.moved.values()):

@@ -17,6 +17,7 @@ CASES = {
     "dense, recomputed, bfloat16 sums": "--ctx 65536 --attention dense --remat full "
     "--grad-dtype bfloat16 --kv-grad-dtype bfloat16",
     "everything saved": "--ctx 65536 --attention dense --remat none",
+    "pools on the host": "--ctx 262144 --offload all --grad-dtype bfloat16",
     "tied embedding, Top-K, a million tokens": "--model qwen2.5-0.5b --ctx 1048576",
 }
 

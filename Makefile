@@ -8,7 +8,7 @@ EXTRAS ?=
 # The demonstration. `make demo DEMO_FLAGS="--steps 100"` changes it: later flags win.
 demo_run = runs/demo
 demo_command = $(python) -m oomb_jax.train --model tiny --ctx 16384 --steps 60 --learning-rate 0.01 --warmup 5 \
-	--weight-decay 0 --eval-every 20 --eval-batches 4 --out $(demo_run)
+	--weight-decay 0 --attention dense --eval-every 20 --eval-batches 4 --out $(demo_run)
 DEMO_FLAGS ?=
 
 # Tests spend their time compiling, each on one core.

@@ -1,9 +1,11 @@
 """The plan: its bytes are those that the step has, its times those that were measured, and what it promises holds."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -105,7 +107,7 @@ def test_times_are_those_that_were_measured():
 
 
 def run(machine=None, **settings):
-    settings = TrainConfig(model="qwen2.5-7b", attention="topk", save_every=0, implementation="mosaic", **settings)
+    settings = TrainConfig(model="qwen2.5-7b", save_every=0, implementation="mosaic", **settings)
     return decide(settings, machine or plan.named("h200", 128), models.config(settings.model))
 
 
@@ -146,9 +148,17 @@ def test_what_is_said_to_fit_does():
     assert ways
     for way in ways:
         assert way in str(error.value)
-        command = f"--model qwen2.5-7b --attention topk --save-every 0 --ctx {2**19} --implementation mosaic {way}"
+        command = f"--model qwen2.5-7b --save-every 0 --ctx {2**19} --implementation mosaic {way}"
         settings = parse(command.split())
         assert decide(settings, planned.machine, planned.model_config).fits
+    far = run(ctx=2**24)
+    with pytest.raises(ValueError, match=r"what fits: ctx=(\d+) at most, with (.*), or (--model .*)") as error:
+        far.check()
+    found = re.search(r"ctx=(\d+) at most, with (.*), or (--model .*)", str(error.value))
+    assert found is not None
+    for command in (f"--ctx {found[1]} {found[2]}", f"--ctx {2**24} {found[3]}"):
+        settings = parse(f"--implementation mosaic --save-every 0 {command}".split())
+        assert decide(settings, far.machine, models.config(settings.model)).fits
     context = longest_context(run(ctx=2**19, **SMALL_STATE))
     assert run(ctx=context, **SMALL_STATE).fits
     assert not run(ctx=context + 1, **SMALL_STATE).fits
@@ -159,11 +169,15 @@ def test_a_plan_tells_bytes_and_seconds_and_starts_no_device():
         "import sys; from oomb_jax.train.__main__ import main; status = main(sys.argv[1:]);"
         "from jax._src import xla_bridge; assert not xla_bridge._backends; sys.exit(status)"
     )
-    flags = ["--ctx", "4194304", "--plan", "--json", "--device", "h200", "--host-memory", "128", "--attention", "topk"]
+    flags = ["--ctx", "4194304", "--plan", "--json", "--device", "h200", "--host-memory", "128"]
     done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["fits"] is False
+    # What `--ctx` alone means.
+    assert told["model"] == "qwen2.5-7b"
+    assert told["hbm"]["selection"] > 4 * 2**22 // 128 * 28 * 64
+    assert told["hbm_layers"] == 0
     assert told["host"]["total"] == sum(told["host"].values()) - told["host"]["total"]
     assert told["hbm"]["total"] >= told["hbm"]["weights"] + told["hbm"]["activations"] > 2e10
     assert told["time"]["total"] == pytest.approx(sum(told["time"].values()) - told["time"]["total"])
@@ -183,6 +197,39 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_compiled(tmp_path, 
     monkeypatch.setattr(setup, "compile_step", lambda *_, **__: pytest.fail("compiled"))
     assert main(f"--model tiny --ctx 100000 --platform cpu --out {tmp_path / 'run'}".split()) == USAGE
     assert "what fits: ctx=" in capsys.readouterr().err
+
+
+def test_checkpoints_count_on_the_host_and_on_the_disk(tmp_path, capsys, monkeypatch):
+    settings = TrainConfig(
+        ctx=2**16, implementation="mosaic", grad_dtype="bfloat16", steps=100, save_every=10, keep=3, eval_every=5
+    )
+    machine = dataclasses.replace(plan.named("h200", 256), disk=600 * GIB)
+    planned = decide(settings, machine, models.config(settings.model))
+    optimizer = build(settings.optimizer_config(), planned.job.model)
+    state = jax.tree.leaves((planned.job.model, jax.eval_shape(optimizer.init, planned.job.model)))
+    sizes = [x.size * x.dtype.itemsize for x in state]
+    assert planned.bytes.host["checkpoint"] == max(sizes) == 28 * 3584 * 18944 * 4
+    assert 0 < planned.bytes.checkpoint - sum(sizes) < 2**21
+    assert planned.checkpoints == 5  # three, the best before them, and the next
+    assert planned.disk == 5 * planned.bytes.checkpoint < 600 * GIB
+    assert planned.fits
+    small = decide(settings, dataclasses.replace(machine, disk=300 * GIB), planned.model_config)
+    assert small.fits_in_memory
+    assert alternatives(small)[:2] == ("--keep 1", "--save-every 0")
+    told = r"out=runs/qwen2.5-7b-65536: a checkpoint of qwen2.5-7b takes 99.\d+ GiB, 5 of them .* what fits: --keep 1"
+    with pytest.raises(ValueError, match=told):
+        small.check()
+    once = dataclasses.replace(settings, steps=7)
+    assert decide(once, machine, planned.model_config).checkpoints == 1
+    # A run's own checkpoints make room for those that follow.
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "5" / "array").write_bytes(bytes(5000))
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert plan.disk_for(tmp_path / "run" / "checkpoints") == 2**20 + 5000
+    monkeypatch.setattr(setup, "compile_step", lambda *_, **__: pytest.fail("compiled"))
+    assert main(f"--model tiny --ctx 300 --platform cpu --out {tmp_path / 'new'}".split()) == USAGE
+    assert "what fits: --save-every 0" in capsys.readouterr().err
 
 
 def test_jax_may_pin_what_the_pools_take(monkeypatch):
@@ -224,8 +271,23 @@ def test_copies_of_pools_are_found():
     layer = f"  %copy.2 = bf16[{P},{M},{S},{H}]{{3,2,1,0}} copy(%p)"
     to_host = "  %copy.3 = f32[7]{0:S(5)} copy(%p)"
     fine = [f"  %copy.4 = bf16[{S},{H}]{{1,0}} copy(%p)", f"  %x = bf16[{L},{P},{M},{S},{H}]{{4,3,2,1,0}} parameter(0)"]
-    found = pool_copies("\n".join([copied, layer, to_host, *fine]), pools)
-    assert [re.sub(r"\D", "", line.split("=")[0]) for line in found] == ["1", "2", "3"]
+    # From host memory, and of a buffer of fetched pages, which is on the device.
+    from_host = [
+        f"  %pool = bf16[{L},{P},{M},{S},{H}]{{4,3,2,1,0:T(8,128)S(5)}} parameter(1)",
+        f"  ROOT %copy.5 = bf16[{L},{P},{M},{S},{H}]{{4,3,2,1,0}} copy(%pool)",
+    ]
+    find = lambda lines, *args: [re.sub(r"\D", "", x.split("=")[0]) for x in pool_copies("\n".join(lines), *args)]
+    assert find([copied, layer, to_host, *fine, *from_host], pools) == ["1", "2", "3", "5"]
+    assert find([copied, layer, to_host, *fine], pools, P) == ["1", "3"]
+    on_host = pools._replace(hbm=None)
+    assert find([copied, layer, to_host, *fine, *from_host], on_host) == ["3", "5"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="the CUDA plugin is here")
+def test_compiling_for_an_absent_device_says_what_it_takes(capsys):
+    flags = "--model tiny --ctx 16384 --plan --compile --device h200 --host-memory 128"
+    assert main(flags.split()) == USAGE
+    assert "it takes the CUDA plugin; pip install 'oomb_jax[aot]'" in capsys.readouterr().err
 
 
 def test_flags_of_the_program_stay_few():
@@ -234,9 +296,3 @@ def test_flags_of_the_program_stay_few():
     # Every flag is one more thing to know; a new one takes the place of an old one or has a reason in these numbers.
     assert len(dataclasses.fields(TrainConfig)) <= 45
     assert len(dataclasses.fields(PlanFlags)) <= 6
-
-
-def test_pools_on_the_host_are_not_compiled_for_a_device_that_is_not_here(capsys):
-    flags = "--model tiny --ctx 16384 --attention topk --pages 4 --plan --compile --device h200 --offload all"
-    assert main([*flags.split(), "--host-memory", "128"]) == USAGE
-    assert "add --offload none" in capsys.readouterr().err

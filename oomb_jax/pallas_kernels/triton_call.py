@@ -18,7 +18,7 @@ from oomb_jax.pallas_kernels.device import current_device
 
 INSTALL = "pip install 'jax-triton>=0.3.1,<0.5'"
 
-CAPABILITIES = {r"\bA(100|800)\b": 80, r"\bG?H(100|200|20|800)\b": 90}
+CAPABILITIES = {r"\bA(100|800)\b": 80, r"\bRTX 40\d0\b": 89, r"\bG?H(100|200|20|800)\b": 90}
 """By the kind of a device that is only described; it does not tell more."""
 
 

@@ -36,7 +36,7 @@ def main(models_: tuple[str, ...] = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b
 
 
 def _cell(model: str, device: str, host: int, more: dict) -> str:
-    settings = TrainConfig(model=model, attention="topk", implementation="mosaic", save_every=0, **more)
+    settings = TrainConfig(model=model, implementation="mosaic", save_every=0, **more)
     context = longest_context(decide(settings, named(device, host), models.config(model)))
     return f"{context:,}" if context else "none"
 

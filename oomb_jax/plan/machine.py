@@ -116,6 +116,8 @@ class Machine:
     """Bytes that a run may allocate on the device. On a CPU, all there are."""
     host: int
     """Bytes of host memory that a run may take; 0 on a CPU, where the two are one."""
+    disk: int | None = None
+    """Bytes that the checkpoints of a run may take where it writes; None where that is not known."""
 
 
 def named(name: str, host_memory: int | float | None) -> Machine:
@@ -163,6 +165,13 @@ def this(platform: str = "auto", host_memory: int | float | None = None) -> Mach
         hbm=min(int(SHARE * total), free),
         host=max(0, available - SYSTEM),
     )
+
+
+def disk_for(directory: Path) -> int:
+    """Bytes that files in a directory, which need not be there yet, may take: what is free, and what they take now."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    taken = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    return shutil.disk_usage(existing).free + taken
 
 
 def _jax_has_gpu() -> bool:

@@ -42,6 +42,13 @@ MASS_SCORES = 2**26
 """Bytes of a block of scores of `selection.attention_mass`."""
 
 
+SAVED_WHOLE = 2 * 2**30
+"""Bytes of model and optimizer up to which a checkpoint copies them to the host at once; else array by array."""
+
+SAVED_BESIDE = 2**20
+"""Bytes of a checkpoint beside its arrays: metadata of a few thousand."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
     """A training step to be planned."""
@@ -59,7 +66,7 @@ class Job:
     cpu: bool = False
     """Whether it runs on a CPU."""
     checkpoints: bool = False
-    """Whether model and optimizer are copied to the host and saved in the background."""
+    """Whether model and optimizer are saved, by way of the host."""
 
     @property
     def chunk(self) -> int:
@@ -82,7 +89,7 @@ class Job:
         resident, L = self.config.hbm_layers, layer_count(self.model.layers)
         return 0 if resident is None else max(0, L - resident)
 
-    @property
+    @functools.cached_property
     def shapes(self) -> "Shapes":
         """Of a chunk of it."""
         return shapes(self.model, self.config, self.chunk)
@@ -114,6 +121,8 @@ class Bytes:
     phases: dict[str, dict[str, int]]
     """By phase (fill, reverse, update), on the device."""
     host: dict[str, int]
+    checkpoint: int
+    """Bytes of one on the disk; 0 where none is saved."""
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -166,9 +175,16 @@ def account(job: Job) -> Bytes:
     host = {
         "kv": away * kv,
         "kv_gradients": away * kv_gradients,
-        "checkpoint": tree_bytes(job.model) + tree_bytes(job.optimizer) if job.checkpoints else 0,
+        "checkpoint": _copied(job) if job.checkpoints else 0,
     }
-    return Bytes(phases=phases, host=host | {"total": sum(host.values())})
+    saved = always["weights"] + always["optimizer"] + SAVED_BESIDE if job.checkpoints else 0
+    return Bytes(phases=phases, host=host | {"total": sum(host.values())}, checkpoint=saved)
+
+
+def _copied(job: Job) -> int:
+    """The most that a checkpoint takes on its way to the disk: everything, or of much the largest array."""
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves((job.model, job.optimizer))]
+    return sum(sizes) if sum(sizes) <= SAVED_WHOLE else max(sizes)
 
 
 def staging_slots(job: Job) -> int:

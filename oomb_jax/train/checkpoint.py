@@ -19,10 +19,11 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, PyTree, UInt32
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep_policy
 
+from oomb_jax.plan.memory import SAVED_BESIDE, SAVED_WHOLE
 from oomb_jax.train.optimizer import parameter_names
+from oomb_jax.train.streaming import StreamingHandler
 
 _FORMAT = 1
-_SLACK = 1 << 20  # bytes of a checkpoint beside its arrays: metadata of a few thousand leaves
 _UNFINISHED = "*.orbax-checkpoint-tmp*"  # what orbax calls a step until it is complete
 
 
@@ -38,10 +39,14 @@ class Checkpoints:
             ...
         state, metadata = checkpoints.restore(abstract)
 
-    `save` returns once the state is copied to the host, so the caller may donate it; files are written in the
-    background. They go to a temporary directory that is renamed when it is complete, and older checkpoints are removed
-    only then: whenever the process dies, the last finished checkpoint is whole. What an unfinished save left is removed
-    by the next run.
+    Files are written in the background. A state of up to `whole` bytes is copied to the host before `save` returns, so
+    the caller may donate it. A larger one goes through the host array by array, each copied when the one before is
+    written: the most that it takes there is its largest array, and the caller may read it, but must not donate it
+    before `wait_copied`.
+
+    Files go to a temporary directory that is renamed when it is complete, and older checkpoints are removed only then:
+    whenever the process dies, the last finished checkpoint is whole. What an unfinished save left is removed by the
+    next run.
 
     A state is any pytree of JAX arrays. It is stored as a flat table of dotted leaf names with shape, dtype and a
     checksum, independent of the classes of the tree.
@@ -49,7 +54,7 @@ class Checkpoints:
     Only one process may hold a directory; the operating system ends its hold when it dies.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int = 3):
+    def __init__(self, directory: str | Path, *, keep: int = 3, whole: int = SAVED_WHOLE):
         """Opens `directory`, creating it if need be, and removes leftovers of unfinished saves.
 
         Raises:
@@ -58,7 +63,8 @@ class Checkpoints:
         """
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the last checkpoint is kept, so 1 or more")
-        self._keep = keep
+        self._keep, self._whole = keep, whole
+        self._streaming = False
         self._directory = Path(directory).absolute()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -96,8 +102,9 @@ class Checkpoints:
             raise ValueError(f"step={step}: step {latest} is saved in {self._directory}; save steps in rising order")
         named = _named(state)
         arrays = _plain(named)
+        self._streaming = sum(x.nbytes for x in arrays.values()) > self._whole
         self._clear()
-        size = sum(x.nbytes for x in arrays.values()) + _SLACK
+        size = sum(x.nbytes for x in arrays.values()) + SAVED_BESIDE
         free = shutil.disk_usage(self._directory).free
         if free < size:
             raise CheckpointError(
@@ -134,7 +141,16 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as error:
             self._fail(error)
-        self._saving = None
+        self._saving, self._streaming = None, False
+
+    def wait_copied(self) -> None:
+        """Returns when the state that was saved last may be donated.
+
+        Raises:
+            CheckpointError: as of `wait`.
+        """
+        if self._streaming:
+            self.wait()
 
     def close(self) -> None:
         """Waits, and lets go of the directory.
@@ -212,12 +228,13 @@ class Checkpoints:
             )
         plain = {name: _with_sharding(x) for name, x in _plain(wanted).items()}
         try:
-            restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeRestore(plain, restore_args=ocp.checkpoint_utils.construct_restore_args(plain))
-                ),
-            )["state"]
+            # Arrays are read at once up to a limit, which must be above the largest.
+            gigabytes = math.ceil(max(x.size * x.dtype.itemsize for x in plain.values()) / 1e9) + 1
+            with ocp.Checkpointer(self._state_handler(gigabytes)) as reader:
+                restored = reader.restore(
+                    self._path(step) / "state",
+                    args=ocp.args.PyTreeRestore(plain, restore_args=ocp.checkpoint_utils.construct_restore_args(plain)),
+                )
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # orbax raises plain ones too
@@ -231,11 +248,7 @@ class Checkpoints:
 
     def _open(self) -> ocp.CheckpointManager:
         self._clear()
-        handlers = {
-            # Trained weights hardly compress, and the bytes on disk should be those that were checked for space.
-            "state": ocp.PyTreeCheckpointHandler(use_compression=False),
-            "about": ocp.JsonCheckpointHandler(),
-        }
+        handlers = {"state": self._state_handler(), "about": ocp.JsonCheckpointHandler()}
         policies = [keep_policy.LatestN(self._keep), _KeepBest(self._losses)]
         options = ocp.CheckpointManagerOptions(preservation_policy=keep_policy.AnyPreservationPolicy(policies))
         manager = ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
@@ -246,13 +259,24 @@ class Checkpoints:
                 self._losses[step] = _read(manager, step)["loss"]
         return manager
 
+    def _state_handler(self, restore_gb: int | None = None) -> ocp.PyTreeCheckpointHandler:
+        handler = StreamingHandler(self._whole)
+        return ocp.PyTreeCheckpointHandler(
+            # Trained weights hardly compress, and the bytes on disk should be those that were checked for space.
+            use_compression=False,
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, handler)),
+            # What the process may pin is the pools'.
+            enable_pinned_host_transfer=False,
+            restore_concurrent_gb=restore_gb,
+        )
+
     def _clear(self) -> None:
         for path in self._directory.glob(_UNFINISHED):
             # After a failed save its other arrays may still be on their way; what they leave goes with the next call.
             shutil.rmtree(path, ignore_errors=True)
 
     def _fail(self, error: Exception) -> None:
-        step, self._saving = self._saving, None
+        step, self._saving, self._streaming = self._saving, None, False
         # A manager whose save failed keeps the failed step in its list; a new one reads the disk and clears leftovers.
         self._manager.close()
         self._manager = self._open()

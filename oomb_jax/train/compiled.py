@@ -3,56 +3,20 @@
 A GPU that is not here is compiled for from its description; that takes the CUDA plugin, not a GPU.
 """
 
-import contextlib
 import dataclasses
-import importlib.util
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 
-from oomb_jax.parts import layer_count
-from oomb_jax.pools import Pools, pool_shapes
+from oomb_jax.compiler import COMPILER_OPTIONS
+from oomb_jax.plan.absent import AbsentGPU
+from oomb_jax.plan.memory import staging_slots
+from oomb_jax.pools import LayerPools, Pools, pool_shapes
 from oomb_jax.train.optimizer import build
 from oomb_jax.train.plan import GIB, Plan
-from oomb_jax.train.step import compile_step
-
-# Of NVIDIA's data sheets and of `deviceQuery`; shared memory and registers follow from the compute capability.
-_DESCRIPTION = """
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: {shared_core} threads_per_core_limit: {threads} core_count: {cores} fpus_per_core: {fpus}
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: {clock} device_memory_size: {memory}
-  shared_memory_per_block_optin: {shared_block} cuda_compute_capability {{ major: {major} minor: {minor} }}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 12 }}
-runtime_version {{ major: 13 minor: 0 patch: 0 }}
-device_description_str: "{name}"
-"""
-_HOPPER = {
-    "cores": 132, "fpus": 128, "threads": 2048, "shared_core": 233_472, "shared_block": 232_448, "cache": 52_428_800,
-    "clock": 1.98, "major": 9, "minor": 0,
-}  # fmt: skip
-_DEVICES: dict[str, dict[str, Any]] = {
-    "h200": _HOPPER | {"name": "NVIDIA H200", "bandwidth": 4_800_000_000_000, "memory": 150_000_000_000},
-    "h100": _HOPPER | {"name": "NVIDIA H100 80GB HBM3", "bandwidth": 3_350_000_000_000, "memory": 85_000_000_000},
-    "a100-80g": {
-        "cores": 108, "fpus": 64, "threads": 2048, "shared_core": 167_936, "shared_block": 166_912,
-        "cache": 41_943_040, "clock": 1.41, "major": 8, "minor": 0, "name": "NVIDIA A100-SXM4-80GB",
-        "bandwidth": 2_040_000_000_000, "memory": 85_000_000_000,
-    },
-    "rtx-4090": {
-        "cores": 128, "fpus": 128, "threads": 1536, "shared_core": 102_400, "shared_block": 101_376,
-        "cache": 75_497_472, "clock": 2.52, "major": 8, "minor": 9, "name": "NVIDIA GeForce RTX 4090",
-        "bandwidth": 1_008_000_000_000, "memory": 25_300_000_000,
-    },
-}  # fmt: skip
+from oomb_jax.train.step import compile_here, compile_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,20 +43,14 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
     """Compiles the step of a plan for a device by name, or for `this` machine's.
 
     Raises:
-      ValueError: the device is not here, and its compiler is not installed or pools are on the host.
+      ValueError: the device is not here, and its compiler is not installed.
     """
-    hbm_layers = plan.config.hbm_layers
-    if device != "this" and hbm_layers is not None and hbm_layers < layer_count(plan.job.model.layers):
-        # JAX drops the kind of memory of a device that is not here, so the pools would be compiled into the GPU's.
-        raise ValueError(
-            f"compile: the pools of all but {hbm_layers} layers are on the host, and for {device}, which is not here, "
-            "JAX compiles for the GPU's memory alone; add --offload none, or run it on the device without --device"
-        )
-    with _compiling_for(device):
-        optimizer = build(plan.settings.optimizer_config(), plan.job.model)
-        shape = {"batch": plan.job.batch, "ctx": plan.job.ctx, "packed": plan.job.packed}
-        step, _ = compile_step(plan.job.model, optimizer, plan.config, **shape)
-        pools = pool_shapes(plan.job.model, plan.job.ctx, plan.config)
+    job = plan.job
+    compile = compile_here if device == "this" else _compile_for(AbsentGPU(device))
+    optimizer = build(plan.settings.optimizer_config(), job.model)
+    shape = {"batch": job.batch, "ctx": job.ctx, "packed": job.packed}
+    step, _ = compile_step(job.model, optimizer, plan.config, **shape, compile=compile)
+    pools = pool_shapes(job.model, job.ctx, plan.config)
     phases = {phase: step.pieces[phase] for phase in plan.bytes.phases}
     analyses = {phase: piece.memory_analysis() for phase, piece in phases.items()}
     temporaries = {phase: analysis.temp_size_in_bytes for phase, analysis in analyses.items()}
@@ -101,8 +59,11 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
     always = step.memory.total - step.memory.temporaries - plan.pinned
     hbm = {p: always + plan.bytes.phases[p]["representatives"] + temporaries[p] for p in phases}
     copies = [f"{size} bytes of host memory, in {phase}" for phase, size in host.items() if size]
+    for phase, analysis in analyses.items():
+        if size := analysis.host_argument_size_in_bytes - analysis.host_alias_size_in_bytes:
+            copies.append(f"{size} bytes of host memory that are not updated in place, in {phase}")
     for phase, piece in phases.items():
-        copies += [f"{line}, in {phase}" for line in pool_copies(piece.as_text(), pools)]
+        copies += [f"{line}, in {phase}" for line in pool_copies(piece.as_text(), pools, staging_slots(job))]
     return Compiled(
         temporaries=temporaries,
         host_temporaries=host,
@@ -111,32 +72,55 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
     )
 
 
-def pool_copies(text: str, pools: Pools) -> list[str]:
-    """Instructions of a compiled program that copy a pool, or anything into host memory."""
-    shapes = set()
-    for layers in (pools.hbm, pools.host):
-        if layers is not None:
-            L, P, M, S, H = layers.k.shape
-            # As it is, as kernels see it, and a layer of it.
-            for shape in ((L, P, M, S, H), (L * P * M, S, H), (1, P, M, S, H), (P, M, S, H), (P * M, S, H)):
-                shapes.add(",".join(map(str, shape)))
-    pool = rf"\[(?:{'|'.join(shapes)})\]\S* copy\("
-    host = r"S\(5\)\S* copy\("
-    return [line.strip()[:120] for line in text.splitlines() if re.search(f"{pool}|{host}", line)]
+def pool_copies(text: str, pools: Pools, staged: int = 0) -> list[str]:
+    """Instructions of a compiled program that copy a pool or a layer of it, or anything into host memory.
+
+    Args:
+      text: the program.
+      pools: shapes.
+      staged: pages of a buffer for pages from the host. One for as many as a layer has cannot be told from a layer on
+        the device, so it hides the copy of one.
+    """
+    on_host = lambda shape: ":S(5)" in shape or shape.endswith("S(5)}")
+    made = dict(re.findall(r"^\s*(?:ROOT )?(%[\w.-]+) = (\S+) ", text, re.MULTILINE))
+    device = _shapes(pools.hbm, layers=pools.host is None or staged != pools.pages)
+    host = _shapes(pools.host)
+    found = []
+    for line in text.splitlines():
+        copied = re.search(r"= (\w+\[([\d,]*)\]\S*) copy\((%[\w.-]+)\)", line)
+        if copied is None:
+            continue
+        result, shape, source = copied.groups()
+        if on_host(result) or shape in device or (shape in host and on_host(made.get(source, ""))):
+            found.append(line.strip()[:120])
+    return found
 
 
-@contextlib.contextmanager
-def _compiling_for(device: str) -> Iterator[None]:
-    if device == "this":
-        yield
-        return
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        raise ValueError(f"compile: for {device} it takes the CUDA plugin; pip install 'oomb_jax[aot]'")
-    # The plugin looks for a GPU's driver otherwise.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    description = _DESCRIPTION.format(**_DEVICES[device])
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=description, topology="1x1x1"
-    )
-    with jax.default_device(topology.devices[0]):
-        yield
+def _shapes(held: LayerPools | None, layers: bool = True) -> set[str]:
+    """Of the pools of some layers, as they are and as kernels see them, and of one layer of them."""
+    if held is None:
+        return set()
+    L, P, M, S, H = held.k.shape
+    shapes = [(L, P, M, S, H), (L * P * M, S, H)]
+    if layers:
+        shapes += [(1, P, M, S, H), (P, M, S, H), (P * M, S, H)]
+    return {",".join(map(str, shape)) for shape in shapes}
+
+
+def _compile_for(gpu: AbsentGPU) -> Callable[..., Any]:
+    """`compile_here` for a GPU that is not here."""
+
+    def placed(x: Any) -> Any:
+        if not isinstance(x, Pools):
+            return gpu.array(*x.shape, dtype=x.dtype)
+        host = None
+        if x.host is not None:
+            on_host = jax.tree.map(lambda x: gpu.array(*x.shape, dtype=x.dtype, memory="pinned_host"), x.host)
+            host = on_host._replace(touched=None if x.host.touched is None else placed(x.host.touched))
+        return jax.tree.map(placed, x._replace(host=None))._replace(host=host)
+
+    def compile(f: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        arguments = jax.tree.map(placed, arguments, is_leaf=lambda x: isinstance(x, Pools))
+        return gpu.compile(f, *arguments, compiler_options=COMPILER_OPTIONS, **options)
+
+    return compile

@@ -53,8 +53,8 @@ class TrainConfig:
     page: int = 128
     """Tokens in a page of the key/value pools."""
 
-    attention: Literal["dense", "topk"] = "dense"
-    """What a query attends to: `dense`, all earlier tokens; `topk`, its own chunk and the best earlier pages."""
+    attention: Literal["dense", "topk"] = "topk"
+    """What a query attends to: `topk`, its own chunk and the best earlier pages; `dense`, all earlier tokens."""
 
     pages: int = 64
     """Pages that every page of queries chooses, with `topk`."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 import shlex
 import signal
 import sys
@@ -22,6 +23,7 @@ from oomb_jax.train import metrics, plots
 from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
 from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.data import evaluation_batch, longest, sample
+from oomb_jax.train.heartbeat import Heartbeat
 from oomb_jax.train.progress import Progress
 from oomb_jax.train.setup import Run, check_directory, create_model, metadata, prepare
 from oomb_jax.train.step import Evaluation
@@ -42,7 +44,8 @@ class Interrupted(Exception):
 
 
 class Signals:
-    """Makes the first SIGTERM or Ctrl-C an exception at the next `check`; a second one ends the program at once."""
+    """Makes the first SIGTERM or Ctrl-C an exception at the next `check`, and says so; a second one ends the program at
+    once. A chunk that is being computed, and a save that was begun, come to their end first."""
 
     def __init__(self):
         """Nothing is caught before the context is entered."""
@@ -66,6 +69,8 @@ class Signals:
         self._received = number
         for name in self._before:
             signal.signal(name, signal.SIG_DFL)
+        # Not by `print`, whose buffer the interrupted code may be writing to.
+        os.write(2, f"\n{signal.Signals(number).name}: the run ends after this chunk; once more ends it now\n".encode())
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -106,9 +111,11 @@ def train(settings: TrainConfig, console: Console) -> int:
                 ) as writer,
                 Progress(console, run.settings.steps) as progress,
             ):
-                status = Loop(run, training, checkpoints, writer, progress, signals, console).run()
-        if status == DONE and run.settings.export:
-            models.save(training.model, directory / "model")
+                heartbeat = Heartbeat(directory, lambda text: console.print(text, soft_wrap=True))
+                status = Loop(run, training, checkpoints, writer, progress, heartbeat, signals, console).run()
+                if status == DONE and run.settings.export:
+                    models.save(training.model, directory / "model")
+                heartbeat.end(training.step, status)
         if training.step > 0:
             plots.draw(directory)
             console.print(plots.summary(directory), soft_wrap=True)
@@ -154,6 +161,7 @@ class Loop:
     checkpoints: Checkpoints
     writer: metrics.MetricsWriter
     progress: Progress
+    heartbeat: Heartbeat
     signals: Signals
     console: Console
 
@@ -166,13 +174,12 @@ class Loop:
         """See `train`."""
         settings, training = self.run_.settings, self.training
         try:
-            if training.step == 0:
+            if self.evaluation_due() and not self.evaluated():
                 self.evaluate()
             while training.step < settings.steps:
                 self.one_step()
+                loss = self.evaluate() if self.evaluation_due() else None
                 last = training.step == settings.steps
-                due = settings.eval_every and training.step % settings.eval_every == 0
-                loss = self.evaluate() if due or last else None
                 if settings.save_every and (last or training.step % settings.save_every == 0):
                     self.save(loss)
         except Interrupted as interrupted:
@@ -203,6 +210,7 @@ class Loop:
         self.progress.step(number)
         losses, grads, training.pools = run.step.gradients(training.model, self.take_pools(), batch, self.report)
         self.signals.check()
+        self.wait_for_save()
         training.model, training.optimizer, stats = run.step.update(training.model, grads, training.optimizer)
         del grads
         norm, rate = (float(x) for x in jax.device_get((stats["gradient_norm"], stats["learning_rate"])))
@@ -215,11 +223,22 @@ class Loop:
         self.progress.finish_step(line, log=number % settings.log_every == 0 or number == settings.steps)
 
     def report(
-        self, name: Literal["fill", "reverse", "evaluate"], done: int, total: int, sequence: int, loss: float | None
+        self,
+        name: Literal["fill", "reverse", "evaluate"],
+        done: int,
+        total: int,
+        sequence: int,
+        loss: float | None,
+        *,
+        earlier: int = 0,
     ) -> None:
-        """Called for every computed chunk: shows it, and ends the step where there is reason to."""
-        if name != "evaluate":
-            self.progress.chunk(name, done, total, sequence=sequence + 1, sequences=self.run_.settings.batch)
+        """Called for every computed chunk: shows it, and ends the step where there is reason to. Of an evaluation
+        `earlier` sequences are done."""
+        settings, step = self.run_.settings, self.training.step
+        batches = settings.eval_batches if name == "evaluate" else 1
+        which = {"sequence": earlier + sequence + 1, "sequences": batches * settings.batch}
+        self.progress.chunk(name, done, total, **which)
+        self.heartbeat.beat(step if name == "evaluate" else step + 1, name, chunk=done, chunks=total, **which)
         if loss is not None and not math.isfinite(loss):
             chunk, length = total - done, self.run_.step.config.chunk
             raise NonFinite(
@@ -248,18 +267,30 @@ class Loop:
             line |= {"device_memory_in_use": memory["in_use"], "device_memory_peak": memory["peak"]}
         return line
 
+    def evaluation_due(self) -> bool:
+        """Whether there is to be an evaluation after the current step."""
+        settings, step = self.run_.settings, self.training.step
+        return step in (0, settings.steps) or bool(settings.eval_every and step % settings.eval_every == 0)
+
+    def evaluated(self) -> bool:
+        """Whether it was made, before the run was resumed; a signal may have ended it."""
+        records = metrics.read_records(self.run_.settings.directory / metrics.EVALUATIONS)
+        return any(record["step"] == self.training.step for record in records)
+
     def evaluate(self) -> float | None:
         """The mean held-out loss, written with that by position; None where no text is held out."""
         run, training, settings = self.run_, self.training, self.run_.settings
         heldout = run.data.heldout
         if heldout is None:
             return None
-        # Held-out text that repeats within a sequence would look easier than it is.
+        # Held-out text that repeats within a sequence would look easier than it is, so a short one is not repeated.
         ctx = min(settings.ctx, longest(heldout, pack=settings.pack))
         total, count = np.zeros(ctx), np.zeros(ctx)
+        self.progress.evaluation(training.step)
         for index in range(settings.eval_batches):
             batch = evaluation_batch(heldout, index=index, batch=settings.batch, ctx=ctx, pack=settings.pack)
-            losses, training.pools = self.evaluation.losses(training.model, self.take_pools(), batch, self.report)
+            report = functools.partial(self.report, earlier=index * settings.batch)
+            losses, training.pools = self.evaluation.losses(training.model, self.take_pools(), batch, report)
             total += losses.sum(axis=0)
             count += (batch.labels != IGNORE).sum(axis=0)
         loss = float(total.sum() / max(count.sum(), 1))
@@ -285,6 +316,14 @@ class Loop:
             self.checkpoints.save(training.step, training.state, metadata(self.run_), loss=loss)
             training.saved = training.step
         except CheckpointError as error:
+            self.say(f"warning: not saved: {error}")
+
+    def wait_for_save(self) -> None:
+        """Returns when the state is no longer read by the save before, which the update would take from it."""
+        try:
+            self.checkpoints.wait_copied()
+        except CheckpointError as error:
+            self.training.saved = self.checkpoints.latest()
             self.say(f"warning: not saved: {error}")
 
     def settle(self) -> int:

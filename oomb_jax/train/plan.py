@@ -15,7 +15,7 @@ import jax
 from oomb_jax import models
 from oomb_jax.config import Config
 from oomb_jax.parts import layer_count
-from oomb_jax.plan import Bytes, Job, Machine, Seconds, account, estimate, named, this
+from oomb_jax.plan import Bytes, Job, Machine, Seconds, account, disk_for, estimate, named, this
 from oomb_jax.sequence import chunk_length, top_k
 from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.optimizer import OptimizerConfig, build
@@ -30,6 +30,7 @@ LONGEST = 2**28
 # What takes less memory, the most harmless first: how a run says it, and the settings.
 CHANGES: dict[str, dict[str, Any]] = {
     "--offload auto": {"offload": "auto"},
+    "--keep 1": {"keep": 1},
     "--save-every 0": {"save_every": 0},
     "--kv-grad-dtype bfloat16": {"kv_grad_dtype": "bfloat16"},
     "--remat full": {"remat": "full"},
@@ -55,7 +56,30 @@ class Plan:
     """What the program chose that changes a rounding."""
 
     @property
+    def checkpoints(self) -> int:
+        """Checkpoints that are on the disk at once: those kept, the best of the others, and one being written."""
+        if not self.settings.save_every:
+            return 0
+        made = -(-self.settings.steps // self.settings.save_every)
+        return min(made, self.settings.keep + (self.settings.eval_every > 0) + 1)
+
+    @property
+    def disk(self) -> int:
+        """Bytes that checkpoints and the exported model take on the disk, at most."""
+        return self.checkpoints * self.bytes.checkpoint + self.exported
+
+    @property
+    def exported(self) -> int:
+        """Bytes of the exported model."""
+        return self.bytes.hbm["weights"] if self.settings.export else 0
+
+    @property
     def fits(self) -> bool:
+        """Whether memory and disk suffice."""
+        return self.fits_in_memory and (self.machine.disk is None or self.disk <= self.machine.disk)
+
+    @property
+    def fits_in_memory(self) -> bool:
         """Whether the memory suffices."""
         hbm, host = self.bytes.hbm["total"], self.bytes.host["total"]
         if self.machine.platform == "cpu":
@@ -79,6 +103,14 @@ class Plan:
         """
         if self.fits:
             return self
+        if self.fits_in_memory:
+            assert self.machine.disk is not None
+            exported = f" and the exported model {gib(self.exported)}" if self.exported else ""
+            raise ValueError(
+                f"out={self.settings.out}: a checkpoint of {self.settings.model} takes {gib(self.bytes.checkpoint)}, "
+                f"{self.checkpoints} of them on the disk at once{exported}; {gib(self.machine.disk)} is there; another "
+                f"--out, or {ways(self)}"
+            )
         hbm, host = self.bytes.hbm["total"], self.bytes.host["total"]
         there = f"{gib(self.machine.hbm)} is there"
         needs = f"{gib(hbm + host)}"
@@ -175,12 +207,7 @@ def longest_context(plan: Plan) -> int:
 
 def alternatives(plan: Plan) -> tuple[str, ...]:
     """The fewest changes of settings with which the same context fits, up to three ways; empty where none does."""
-    settings = plan.settings
-    changes = {
-        told: change
-        for told, change in CHANGES.items()
-        if any(getattr(settings, name) != value for name, value in change.items() if value is not None)
-    }
+    settings, changes = plan.settings, _changes(plan)
     for count in range(1, len(changes) + 1):
         found = []
         for names in itertools.combinations(changes, count):
@@ -192,16 +219,43 @@ def alternatives(plan: Plan) -> tuple[str, ...]:
     return ()
 
 
+def _changes(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Those of `CHANGES` that may help."""
+    fits_on_disk = plan.machine.disk is None or plan.disk <= plan.machine.disk
+    return {
+        told: change
+        for told, change in CHANGES.items()
+        if any(getattr(plan.settings, name) != value for name, value in change.items() if value is not None)
+        and not (told == "--keep 1" and fits_on_disk)
+    }
+
+
 def ways(plan: Plan) -> str:
     """What fits instead, for people."""
     found = [f"ctx={ctx} at most"] if (ctx := longest_context(plan)) else []
     found += alternatives(plan)
     if not found:
-        everything = {name: value for change in CHANGES.values() for name, value in change.items()}
+        changes = _changes(plan)
+        everything = {name: value for change in changes.values() for name, value in change.items()}
         changed = decide(dataclasses.replace(plan.settings, **everything), plan.machine, plan.model_config)
         if ctx := longest_context(changed):
-            found.append(f"ctx={ctx} at most, with {' '.join(CHANGES)}")
-    return f"what fits: {', or '.join(found)}" if found else "no context fits, with any setting: take a smaller model"
+            found.append(f"ctx={ctx} at most, with {' '.join(changes)}")
+        found += _smaller_model(plan)
+    return f"what fits: {', or '.join(found)}" if found else "no context of any model fits on this machine"
+
+
+def _smaller_model(plan: Plan) -> tuple[str, ...]:
+    """The largest named model with which the same context fits, and the fewest changes that takes."""
+    size = lambda config: models.parameter_count(models.abstract(config))
+    smaller = {name: n for name in models.names() if (n := size(models.config(name))) < size(plan.model_config)}
+    for name in sorted(smaller, key=lambda name: -smaller[name]):
+        settings = dataclasses.replace(plan.settings, model=name)
+        other = decide(settings, plan.machine, models.config(name))
+        if other.fits:
+            return (f"--model {name}",)
+        if found := alternatives(other):
+            return (f"--model {name} {found[0]}",)
+    return ()
 
 
 def as_json(plan: Plan, distinct: float | None = None) -> dict[str, Any]:
@@ -215,7 +269,13 @@ def as_json(plan: Plan, distinct: float | None = None) -> dict[str, Any]:
         "hbm": plan.bytes.hbm,
         "host": plan.bytes.host,
         "hbm_peaks": plan.bytes.peaks,
-        "limits": {"hbm": plan.machine.hbm, "host": plan.machine.host},
+        "disk": {
+            "checkpoint": plan.bytes.checkpoint,
+            "checkpoints": plan.checkpoints,
+            "export": plan.exported,
+            "total": plan.disk,
+        },
+        "limits": {"hbm": plan.machine.hbm, "host": plan.machine.host, "disk": plan.machine.disk},
         "hbm_layers": plan.config.hbm_layers,
         "time": None if seconds is None else seconds.phases | {"total": seconds.total},
         "time_measured": plan.machine.device is not None and plan.machine.device.measured,
@@ -248,12 +308,16 @@ def describe(plan: Plan, distinct: float | None = None) -> str:
     lines += [_row(kind, f"{value / GIB:.2f}") for kind, value in used.host.items() if value or kind == "total"]
     if plan.machine.platform == "gpu":
         lines.append(f"{'':<20} of {plan.machine.host / GIB:.1f}, {_placement(plan)}")
+    if plan.disk:
+        room = "" if plan.machine.disk is None else f" of {plan.machine.disk / GIB:.1f}"
+        each = {"checkpoint": plan.bytes.checkpoint, "exported model": plan.exported}
+        lines += ["", "disk, GiB", *(_row(kind, f"{value / GIB:.2f}") for kind, value in each.items() if value)]
+        lines.append(_row("total", f"{plan.disk / GIB:.2f}") + f"{room}, for {plan.checkpoints} checkpoints at once")
     lines.append("")
     lines += _time(plan, plan.seconds(distinct), distinct)
     lines += [f"note: {note}" for note in plan.notes]
-    longest = longest_context(plan)
     if plan.fits:
-        lines.append(f"fits; the largest context that does with these settings is {longest:,}")
+        lines.append(f"fits; the largest context that does with these settings is {longest_context(plan):,}")
     else:
         lines.append(f"does not fit; {ways(plan)}")
     return "\n".join(lines)
@@ -268,7 +332,10 @@ def _time(plan: Plan, seconds: Seconds | None, distinct: float | None) -> list[s
     lines += [_row(name, f"{value:.2f}") for name, value in seconds.phases.items() if value]
     lines.append(_row("total", f"{seconds.total:.2f}"))
     tokens = plan.settings.batch * plan.settings.ctx
-    lines.append(f"{'':<20} {tokens / seconds.total:,.0f} tokens/s, {seconds.flops / seconds.total / 1e12:.0f} TFLOP/s")
+    lines.append(
+        f"{'':<20} {tokens / seconds.total:,.0f} tokens/s; {seconds.flops / 1e15:,.3g} PFLOP, "
+        f"{seconds.flops / seconds.total / 1e12:.0f} TFLOP/s"
+    )
     if plan.config.implementation == "reference":
         lines.append("  with the kernels; --implementation reference, plain JAX, is many times slower")
     if any(seconds.moved.values()):
@@ -306,6 +373,7 @@ def show(settings: TrainConfig, model_config: models.ModelConfig, flags: Any) ->
     """Prints the plan that the flags of the command line ask for; returns the exit status."""
     if flags.device == "this":
         machine = this(settings.platform, flags.host_memory)
+        machine = dataclasses.replace(machine, disk=disk_for(settings.directory / "checkpoints"))
     else:
         machine = named(flags.device, flags.host_memory)
     plan = decide(settings, machine, model_config)

@@ -108,6 +108,7 @@ class _State:
     done: int = 0
     total: int = 0
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    evaluating: bool = False
 
 
 class Progress:
@@ -169,13 +170,22 @@ class Progress:
             self._step_clock.start(self._step_begun)
             self._state = _State(step, metrics=self._state.metrics if self._state else {})
 
-    def chunk(self, name: Pass, done: int, total: int, *, sequence: int = 1, sequences: int = 1) -> None:
+    def evaluation(self, step: int) -> None:
+        """An evaluation after `step` steps begins."""
+        with self._lock:
+            self._step_begun = self._last_line = self._clock()
+            self._state = _State(step, metrics=self._state.metrics if self._state else {}, evaluating=True)
+
+    def chunk(
+        self, name: Pass | Literal["evaluate"], done: int, total: int, *, sequence: int = 1, sequences: int = 1
+    ) -> None:
         """`done` of `total` chunks of the pass over sequence `sequence` of the batch are computed, not just sent."""
         if self._state is None:
-            raise RuntimeError("chunk() before step(): no step has begun")
+            raise RuntimeError("chunk() before step() or evaluation(): nothing has begun")
         with self._lock:
             now = self._clock()
-            self._step_clock.chunk(name, done / total, now, sequences - sequence)
+            if name != "evaluate":
+                self._step_clock.chunk(name, done / total, now, sequences - sequence)
             where = f"sequence {sequence}/{sequences}  " if sequences > 1 else ""
             self._state = dataclasses.replace(self._state, where=f"{where}{name}", done=done, total=total)
             if self._live is not None or now - self._last_line < _PLAIN_EVERY:
@@ -222,6 +232,8 @@ class Progress:
         fields = [f"step {state.step}/{self._total_steps}"]
         if state.total:
             fields.append(f"{state.where} {state.done}/{state.total} chunks")
+        if state.evaluating:
+            return [*fields, f"{duration(now - self._step_begun)} in evaluation"]
         fields.append(f"{duration(now - self._step_begun)} in step")
         finished = bool(self._finished) and self._finished[-1] >= self._step_begun
         step_left = None if finished else self._step_clock.left(now)

@@ -16,11 +16,11 @@ import psutil
 from oomb_jax import models
 from oomb_jax.config import Config
 from oomb_jax.models import hf_config
-from oomb_jax.plan import Machine, host_available, this
+from oomb_jax.plan import Machine, disk_for, host_available, this
 from oomb_jax.plan.machine import SYSTEM
 from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.train.config import TrainConfig
-from oomb_jax.train.data import Data, check_vocabulary, longest, open_data
+from oomb_jax.train.data import Data, check_vocabulary, longest, open_data, warn_of_repeats
 from oomb_jax.train.optimizer import Optimizer, build
 from oomb_jax.train.plan import Plan, decide, gib, pinned_limit, summary
 from oomb_jax.train.step import Memory, Step, compile_step
@@ -63,11 +63,7 @@ def prepare(settings: TrainConfig, say: Callable[[str], None]) -> Run:
     optimizer = build(settings.optimizer_config(), model)
     data = open_data(settings.data, tokenizer=settings.tokenizer, heldout=settings.heldout)
     check_vocabulary(data, model_config.vocab_size)
-    if (most := longest(data.train, pack=settings.pack)) < settings.ctx:
-        raise ValueError(
-            f"ctx={settings.ctx}: longer than data={settings.data!r}, of which {most} tokens are to train on (the "
-            f"shortest source counts); take more text, or ctx={most} at most"
-        )
+    warn_of_repeats(data.train, settings.ctx, pack=settings.pack)
     say(describe(planned, data, device))
     step, state = compile_step(model, optimizer, config, batch=settings.batch, ctx=settings.ctx, packed=settings.pack)
     limit = memory_limit(device)
@@ -99,6 +95,7 @@ def make_plan(settings: TrainConfig) -> Plan:
             hbm=memory_limit(device),
             host=max(0, host_available() - SYSTEM),
         )
+    machine = dataclasses.replace(machine, disk=disk_for(settings.directory / "checkpoints"))
     return decide(settings, machine, find_model(settings))
 
 
@@ -249,7 +246,10 @@ def describe(planned: Plan, data: Data, device: Any) -> str:
         "plan": summary(planned),
         "out": f"{settings.directory}",
     }
-    rows |= {f"note {number}": note for number, note in enumerate(planned.notes, 1)}
+    notes = list(planned.notes)
+    if data.heldout and (most := longest(data.heldout, pack=settings.pack)) < settings.ctx:
+        notes.append(f"held-out text is not repeated: it is evaluated in sequences of {most:,} tokens")
+    rows |= {f"note {number}": note for number, note in enumerate(notes, 1)}
     return "\n".join(f"{name:>10}  {value}" for name, value in rows.items())
 
 

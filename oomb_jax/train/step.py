@@ -138,10 +138,22 @@ class Evaluation:
         return np.stack(rows), pools
 
 
+def compile_here(f: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The executable of a function, with the `jax.jit` of these options, for arguments of these shapes."""
+    return jax.jit(f, compiler_options=COMPILER_OPTIONS, **options).lower(*arguments).compile()
+
+
 def compile_step(
-    model: Any, optimizer: Optimizer, config: Config, *, batch: int, ctx: int, packed: bool
+    model: Any,
+    optimizer: Optimizer,
+    config: Config,
+    *,
+    batch: int,
+    ctx: int,
+    packed: bool,
+    compile: Callable[..., Any] = compile_here,
 ) -> tuple[Step, Any]:
-    """Compiles the step for a model given by its shapes.
+    """Compiles the step for a model given by its shapes, by `compile` where it is not to run here.
 
     Returns:
       The step, and the shapes of the optimizer's state.
@@ -167,24 +179,21 @@ def compile_step(
     def reverse_one(model, carry, sequence, weight, c):
         return reverse(model, carry, sequence, weight, config, c)
 
-    def piece(f, *arguments, **options):
-        return jax.jit(f, compiler_options=COMPILER_OPTIONS, **options).lower(*arguments).compile()
-
     carry = Carry(pools=pools, grads=grads)
     filling = jax.eval_shape(begin, pools)._replace(pools=pools)
     pieces = {
-        "weight": piece(functools.partial(loss_weight, dtype=dtype), labels),
-        "cut": piece(functools.partial(cut, config=config), row, row, segments),
-        "zero": piece(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)),
-        "begin": piece(begin, pools, donate_argnums=0),
-        "fill": piece(fill_one, model, filling, sequence, chunk, donate_argnums=1),
-        "reverse": piece(reverse_one, model, carry, sequence, weight, chunk, donate_argnums=1),
+        "weight": compile(functools.partial(loss_weight, dtype=dtype), labels),
+        "cut": compile(functools.partial(cut, config=config), row, row, segments),
+        "zero": compile(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)),
+        "begin": compile(begin, pools, donate_argnums=0),
+        "fill": compile(fill_one, model, filling, sequence, chunk, donate_argnums=1),
+        "reverse": compile(reverse_one, model, carry, sequence, weight, chunk, donate_argnums=1),
         # With float32 masters the old model is not read; kept all the same, its memory becomes the new one's.
-        "update": piece(optimizer.update, model, grads, state, donate_argnums=(0, 2), keep_unused=True),
+        "update": compile(optimizer.update, model, grads, state, donate_argnums=(0, 2), keep_unused=True),
     }
     if pools.selection is not None:
         tell = functools.partial(statistics, page=config.page)
-        pieces["selection"] = piece(tell, pools.selection, pools.mass)
+        pieces["selection"] = compile(tell, pools.selection, pools.mass)
     analyses = [p.memory_analysis() for p in pieces.values()]
     memory = Memory(
         weights=tree_bytes(model),

@@ -36,8 +36,8 @@ def main(contexts: list[int]) -> None:
         assert pools.host is not None
         host = on(pools.host, "pinned_host")._replace(touched=on(pools.host.touched))
         ids = array(context, dtype=jnp.int32)
-        executable = compiled(step, on(model), on(pools)._replace(host=host), ids, ids, donate=1)
-        memory, text = executable.get_compiled_memory_stats(), executable.hlo_modules()[0].to_string()
+        executable = compiled(step, on(model), on(pools)._replace(host=host), ids, ids, donate_argnums=1)
+        memory, text = executable.memory_analysis(), executable.as_text()
         print("context:", context)
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         print("device:", held + memory.temp_size_in_bytes)

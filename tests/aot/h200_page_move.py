@@ -3,23 +3,20 @@
     XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m tests.aot.h200_page_move "dict(host=True)"
 
 Prints the bytes of temporaries, what else touches the pools in host memory, and how many matrix products run while each
-mover does. Uses private parts of JAX, as there is no public way yet.
+mover does.
 """
 
+import functools
 import re
 import sys
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import compiler
-from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
-from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, on_copy_stream, store_pages
 from oomb_jax.shapes import iota
-from tests.aot.h200 import H200
+from tests.aot.h200 import GPU, array, compiled
 
 
 def step(pools, scales, weights, h, tables, key, *, chunks, own):
@@ -70,18 +67,10 @@ def step(pools, scales, weights, h, tables, key, *, chunks, own):
 
 def main(*, host=True, float8=False, gradient_dtype="bfloat16", L=3, P=512, M=4, S=128, H=128, U=64, chunks=16, D=2048):
     """Compiles it, the pools donated."""
-    topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
-    device, of_pools = (
-        NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-        for kind in ("device", "pinned_host" if host else "device")
-    )
-    array = lambda *shape, dtype="bfloat16", sharding=device: jax.ShapeDtypeStruct(
-        shape, jnp.dtype(dtype), sharding=sharding
-    )
+    memory = "pinned_host" if host else None
     own = P // chunks
     pools = tuple(
-        array(L, P, M, S, H, dtype=dtype, sharding=of_pools)
+        array(L, P, M, S, H, dtype=dtype, memory=memory)
         for dtype in ("float8_e4m3fn" if float8 else "bfloat16", gradient_dtype)
     )
     arguments = (
@@ -90,22 +79,15 @@ def main(*, host=True, float8=False, gradient_dtype="bfloat16", L=3, P=512, M=4,
         array(L, D, D),
         array(own * S, D),
         array(chunks, L, U, dtype="int32"),
-        jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=device),
+        array(dtype=jax.random.key(0).dtype),
     )
-    function = jax.jit(
-        step,
-        static_argnames=("chunks", "own"),
-        donate_argnames="pools",
-        out_shardings=(device, (of_pools, of_pools)),
+    executable = compiled(
+        functools.partial(step, chunks=chunks, own=own),
+        *arguments,
+        donate_argnums=0,
+        out_shardings=(GPU.sharding(), (GPU.sharding(memory), GPU.sharding(memory))),
     )
-    with jax.sharding.use_abstract_mesh(mesh):
-        lowered = function.trace(*arguments, chunks=chunks, own=own).lower(lowering_platforms=("cuda",))
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
-    devices = _jax.DeviceList(tuple(topology.devices))
-    client = topology.devices[0].client
-    executable = client.compile(lowered.compiler_ir(), executable_devices=devices, compile_options=options)
-    statistics = executable.get_compiled_memory_stats()
-    program = executable.hlo_modules()[0].to_string()
+    statistics, program = executable.memory_analysis(), executable.as_text()
     print("temporaries on the host:", statistics.host_temp_size_in_bytes)
     print("temporaries:", statistics.temp_size_in_bytes)
     print("not updated in place:", statistics.host_argument_size_in_bytes - statistics.host_alias_size_in_bytes)

@@ -42,13 +42,12 @@ def main(
     rounding = {"rounding_key": array(dtype=jax.random.key(0).dtype)} if stochastic else {}
     forward, backward = (functools.partial(f, implementation="mosaic") for f in (paged_attention, paged_attention_vjp))
     programs = (
-        compiled(forward, q, own, own, pool, pool, *indices, **segments),
+        compiled(forward, q, own, own, pool, pool, *indices, keywords=segments),
         compiled(
             backward,
             *(q, own, own, pool, pool, gradients, gradients, *indices, q, lse, q),
-            donate=(5, 6),
-            **segments,
-            **rounding,
+            donate_argnums=(5, 6),
+            keywords=segments | rounding,
         ),
     )
     # A pool has L * P * M * S * H elements, a layer of it P * M * S * H; nothing else is as large.
@@ -60,7 +59,7 @@ def main(
         f"{P * M},{S},{H}",
     ]
     pattern = re.compile(rf"\[({'|'.join(shapes)})\]\S* (copy|slice|dynamic-slice|fusion|dynamic-update-slice)\(")
-    lines = [line.strip() for program in programs for line in program.hlo_modules()[0].to_string().splitlines()]
+    lines = [line.strip() for program in programs for line in program.as_text().splitlines()]
     print("copies:", [line[:200] for line in lines if pattern.search(line)])
 
 

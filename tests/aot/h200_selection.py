@@ -22,8 +22,8 @@ def main(*, C=4096, M=4, G=7, H=128, S=128, P=32768, K=64, scope: Scope = "all_h
         table = choose(q, representatives, first_page, **segments)
         return table, stage(table, P)
 
-    program = compiled(choose_and_stage, array(C, M * G, H), array(P, M, H), integers(), **segments)
-    print("temporaries:", program.get_compiled_memory_stats().temp_size_in_bytes)
+    program = compiled(choose_and_stage, array(C, M * G, H), array(P, M, H), integers(), keywords=segments)
+    print("temporaries:", program.memory_analysis().temp_size_in_bytes)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,12 @@ import pytest
 from tests.tolerance import PLANNED_BYTES
 
 CASES = {
-    "dense": "--ctx 16384",
-    "dense, recomputed, bfloat16 sums": "--ctx 65536 --remat full --grad-dtype bfloat16 --kv-grad-dtype bfloat16",
-    "everything saved": "--ctx 65536 --remat none",
-    "tied embedding, Top-K, a million tokens": "--model qwen2.5-0.5b --ctx 1048576 --attention topk",
+    "dense": "--ctx 16384 --attention dense",
+    "dense, recomputed, bfloat16 sums": "--ctx 65536 --attention dense --remat full "
+    "--grad-dtype bfloat16 --kv-grad-dtype bfloat16",
+    "everything saved": "--ctx 65536 --attention dense --remat none",
+    "pools on the host": "--ctx 262144 --offload all --grad-dtype bfloat16",
+    "tied embedding, Top-K, a million tokens": "--model qwen2.5-0.5b --ctx 1048576",
 }
 
 

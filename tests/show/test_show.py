@@ -126,7 +126,7 @@ def test_selection_of_a_named_model_and_of_a_run(text, tmp_path, capsys, monkeyp
     assert all(min(png_size(out / name)) > 300 for name in ("selection.png", "recall.png"))
 
     run = tmp_path / "run"
-    flags = ["--model", "tiny", "--ctx", "300", "--steps", "1", "--heldout", "0", "--attention", "topk", "--pages", "2"]
+    flags = ["--model", "tiny", "--ctx", "300", "--steps", "1", "--heldout", "0", "--pages", "2"]
     assert train([*flags, *shape, "--out", str(run)]) == 0
     capsys.readouterr()
     assert main(["selection", "--run", str(run), "--platform", "cpu"]) == 0

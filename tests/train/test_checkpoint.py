@@ -1,3 +1,4 @@
+import gc
 import itertools
 import os
 import resource
@@ -6,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from orbax.checkpoint._src.serialization import replica_slices
 
 from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
 from oomb_jax.train.optimizer import OptimizerConfig, build
@@ -94,6 +97,38 @@ def test_state_may_be_donated_while_it_is_written(tmp_path):
             np.testing.assert_array_equal(state["x"], step)
 
 
+def test_a_large_state_goes_through_the_host_array_by_array(tmp_path, monkeypatch):
+    """Never are two on the host; the state may be read meanwhile, and donated after `wait_copied`."""
+    transfer, copies = replica_slices.transfer_arrays_to_host, []
+
+    def watched(arrays, *args, **kwargs):
+        gc.collect()
+        assert len(arrays) == 1
+        assert [copy for copy in copies if copy() is not None] == []
+        time.sleep(0.02)
+        on_host = transfer(arrays, *args, **kwargs)
+        copies.extend(weakref.ref(x.unsliced_data) for array in on_host for x in array.replica_slices)
+        return on_host
+
+    monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", watched)
+    state = _large(1)
+    add = jax.jit(lambda x: x + jnp.uint32(1), donate_argnums=0)
+    with Checkpoints(tmp_path, whole=1 << 20) as checkpoints:
+        checkpoints.save(1, state, {})
+        assert len(copies) < 5
+        jax.block_until_ready(jax.tree.map(lambda x: 2 * x, state["x"]))
+        checkpoints.wait_copied()
+        assert len(copies) == 5
+        jax.block_until_ready([add(x) for x in state["x"]])
+        _assert_equal(checkpoints.restore(jax.eval_shape(lambda: _large(1)))[0], _large(1))
+        monkeypatch.undo()
+        checkpoints.save(2, {"x": jnp.int32(2)}, {})
+        checkpoints.wait_copied()
+    # One that can be copied as a whole is read by a run that streams, and the other way round.
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        _assert_equal(checkpoints.restore(jax.eval_shape(lambda: _large(1)), 1)[0], _large(1))
+
+
 def test_keeps_the_last_and_the_best(tmp_path):
     losses = {1: 5.0, 2: 3.0, 3: float("nan"), 4: 4.0, 5: None, 6: 3.5}
     with Checkpoints(tmp_path, keep=2) as checkpoints:
@@ -151,6 +186,15 @@ def test_a_damaged_checkpoint_is_never_restored(tmp_path, part, damage):
         with pytest.raises(CheckpointError, match=r"/2 is damaged \(.*\); the one before it is step 1: ask for it"):
             checkpoints.restore(states[2])
         _assert_equal(checkpoints.restore(states[1], step=1)[0], states[1])
+
+
+def test_a_streamed_save_that_fails_is_reported_where_the_state_is_wanted(tmp_path):
+    with Checkpoints(tmp_path, whole=1 << 10) as checkpoints:
+        _save_with_a_full_disk(checkpoints, 3)
+        with pytest.raises(CheckpointError, match=r"saving step 3 in .* failed \(.*File too large"):
+            checkpoints.wait_copied()
+        checkpoints.wait_copied()
+        assert not _leftovers(tmp_path)
 
 
 def _save_with_a_full_disk(checkpoints, step):

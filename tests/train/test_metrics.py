@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from rich.console import Console
 
 from oomb_jax.train import metrics, plots
+from oomb_jax.train.heartbeat import Heartbeat
 from oomb_jax.train.metrics import MetricsWriter, RunFacts, read_records
 from oomb_jax.train.progress import Pass, Progress, StepClock, duration, step_line
 
@@ -314,6 +315,46 @@ def test_run_time_left_counts_what_happens_between_steps():
         clock.now += 5.0
     # Steps 2 to 4 finish 25 seconds apart; 6 are left.
     assert out.getvalue().splitlines()[-1] == "step  4/10  loss 1.0000  left 2:30"
+
+
+def test_an_evaluation_is_shown_and_no_part_of_the_estimate():
+    clock, out = Clock(), io.StringIO()
+    progress = Progress(Console(file=out, width=200), 10, clock=clock)
+    progress.evaluation(0)
+    for done in range(1, 5):
+        clock.now += 20.0
+        progress.chunk("evaluate", done, 4, sequence=2, sequences=3)
+    progress.step(1)
+    assert out.getvalue().splitlines() == [
+        f"step 0/10  sequence 2/3  evaluate {done}/4 chunks  {told} in evaluation"
+        for done, told in ((2, "0:40"), (4, "1:20"))
+    ]
+    clock.now += 8.0
+    progress.chunk("fill", 4, 4)
+    still = io.StringIO()
+    Console(file=still, width=200).print(progress)
+    assert "~0:24 left in step" in still.getvalue()  # three times the fill pass
+
+
+def test_a_heartbeat_is_whole_rare_and_no_reason_to_stop(tmp_path):
+    clock, warnings = Clock(), []
+    heartbeat = Heartbeat(tmp_path, warnings.append, clock=lambda: clock.now)
+    path, seen = tmp_path / "heartbeat.json", []
+    for chunk in range(1, 8):
+        heartbeat.beat(3, "fill", chunk=chunk, chunks=8)
+        seen.append(json.loads(path.read_text()))
+        clock.now += 2.0
+    assert [beat["chunk"] for beat in seen] == [1, 1, 1, 4, 4, 4, 7]
+    assert seen[-1] == {"time": clock.now - 2.0, "step": 3, "pass": "fill", "chunk": 7, "chunks": 8}
+    heartbeat.end(3, 143)
+    assert json.loads(path.read_text()) == {"time": clock.now, "step": 3, "pass": "ended", "status": 143}
+    assert [p.name for p in tmp_path.iterdir()] == ["heartbeat.json"]
+    gone = Heartbeat(tmp_path / "gone", warnings.append, clock=lambda: clock.now)
+    for _ in range(2):
+        gone.beat(1, "fill")
+        clock.now += 6.0
+    assert len(warnings) == 1
+    assert "cannot be written (No such file or directory)" in warnings[0]
 
 
 @pytest.mark.parametrize("width", [50, 160])

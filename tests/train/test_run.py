@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint._src.serialization import replica_slices
 
 import oomb_jax
 from oomb_jax.train import loop, setup
@@ -24,7 +26,7 @@ from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
 from oomb_jax.train.data import Batch
 from oomb_jax.train.metrics import MetricsWriter, read_records
 from oomb_jax.train.optimizer import OptimizerConfig, build
-from oomb_jax.train.step import Step, compile_step
+from oomb_jax.train.step import Evaluation, Step, compile_step
 from tests.gradients import gradient_error, random_batch, random_model
 from tests.tolerance import F32_GRADIENT, GOLDEN_LOSS
 
@@ -128,7 +130,6 @@ def test_a_step_in_pieces_is_value_and_grad(packed):
         ({"data": "no-such-file.txt"}, "no-such-file.txt"),
         ({"weights": "no-such-directory"}, "no-such-directory"),
         ({"platform": "gpu"}, "platform=gpu"),
-        ({"ctx": 100_000}, "ctx=100000: longer than data="),
         ({"trainable": "layers.x_proj.*"}, "matches no parameter"),
         ({"config": "no-such-settings.json"}, "no-such-settings.json: no such file"),
         ({"optimizer": "sgd", "b1": 0.9}, "sgd has no such setting"),
@@ -153,12 +154,13 @@ def test_what_cannot_run_says_so_in_one_line_and_writes_nothing(text, tmp_path, 
 
 def test_a_step_that_does_not_fit_in_memory_is_refused(text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(setup, "memory_limit", lambda device: 20 * 2**20)
-    assert main(flags(text, tmp_path / "run", ctx=20_000)) == USAGE
+    settings = {"attention": "dense"}  # Top-K takes more than that for its scores alone
+    assert main(flags(text, tmp_path / "run", ctx=20_000, **settings)) == USAGE
     error = capsys.readouterr().err
     assert "the largest ctx that fits is" in error
     fits = int(error.rpartition(" ")[2])
     assert 1_000 < fits < 20_000
-    assert main(flags(text, tmp_path / "run", ctx=fits, steps=1, heldout=0)) == 0
+    assert main(flags(text, tmp_path / "run", ctx=fits, steps=1, heldout=0, **settings)) == 0
 
 
 def test_evaluation_is_compiled_once(text, tmp_path, monkeypatch):
@@ -175,6 +177,26 @@ def test_evaluation_repeats_no_text_of_any_source(text, tmp_path, capsys):
     short.write_text(text.read_text()[:1000])
     assert main(flags(text, tmp_path / "run", data=f"{text}=0.5,{short}=0.5", steps=1)) == 0
     assert "(50 tokens)" in capsys.readouterr().out
+
+
+def test_a_text_shorter_than_the_context_is_repeated_and_resumes_bit_for_bit(text, tmp_path, capsys, caplog):
+    """Held-out text is not: it is evaluated as far as it goes, here with fewer chunks than the context has."""
+    text.write_text(text.read_text()[:599])
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    settings = {"ctx": 1050, "pages": 2, "heldout": 0.5, "save_every": 2}
+    assert main(flags(text, whole, **settings)) == 0
+    (warning,) = [record.message for record in caplog.records if "repeated" in record.message]
+    assert "its 300 tokens are repeated to fill ctx=1,050, 3.5 times" in warning
+    printed = capsys.readouterr().out
+    assert "held-out text is not repeated: it is evaluated in sequences of 300 tokens" in printed
+    assert "(300 tokens)" in printed
+    shutil.copytree(whole, broken)
+    shutil.rmtree(broken / "checkpoints" / "4")
+    assert main([*flags(text, broken, **settings), "--resume"]) == 0
+    losses = [[(r["step"], r["loss"]) for r in read_records(d / "metrics.jsonl")] for d in (whole, broken)]
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
+    assert final_state(whole) == final_state(broken)
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(text, tmp_path, capsys, monkeypatch):
@@ -291,17 +313,47 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on(text, tmp_path, capsys, m
     assert main(flags(text, tmp_path / "never", save_every=1)) == loop.FAILED
 
 
+def test_a_state_that_is_streamed_to_the_disk_is_not_updated_meanwhile(text, tmp_path, monkeypatch):
+    """The next step's gradient may be, and is."""
+    assert main(flags(text, tmp_path / "whole", steps=3, save_every=1)) == 0
+    opened, events = [], []
+    gradients, update = Step.gradients, Step.update
+
+    def saving():
+        (checkpoints,) = opened
+        return checkpoints._manager.is_saving_in_progress()
+
+    def open_streaming(directory, **options):
+        opened.append(Checkpoints(directory, **options, whole=1))
+        return opened[-1]
+
+    def slow(*args, **kwargs):
+        time.sleep(0.02)
+        return transfer(*args, **kwargs)
+
+    transfer = replica_slices.transfer_arrays_to_host
+    monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", slow)
+    monkeypatch.setattr(loop, "Checkpoints", open_streaming)
+    monkeypatch.setattr(Step, "gradients", lambda *args: events.append(("gradients", saving())) or gradients(*args))
+    monkeypatch.setattr(Step, "update", lambda *args: events.append(("update", saving())) or update(*args))
+    assert main(flags(text, tmp_path / "streamed", steps=3, save_every=1)) == 0
+    meanwhile = [("gradients", True), ("update", False)]
+    assert events == [("gradients", False), ("update", False), *meanwhile, *meanwhile]
+    assert final_state(tmp_path / "streamed") == final_state(tmp_path / "whole")
+
+
 class Process:
     """A run in a process of its own, to be stopped at a moment of its life."""
 
-    def __init__(self, arguments: list[str], cache: Path):
+    def __init__(self, arguments: list[str], cache: Path, code: str | None = None):
         environment = os.environ | {
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONUNBUFFERED": "1",
         }
-        command = [sys.executable, "-m", "oomb_jax.train", *arguments]
+        program = ["-m", "oomb_jax.train"] if code is None else ["-c", code]
+        command = [sys.executable, *program, *arguments]
         self._process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -314,10 +366,14 @@ class Process:
                 return
         raise AssertionError(f"the run ended without {text!r}")
 
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        self._process.send_signal(number)
+
     def end(self, number: signal.Signals | None = None) -> tuple[int, str]:
         """Sends a signal and waits; exit status and the rest of the output."""
         if number is not None:
-            self._process.send_signal(number)
+            self.send(number)
         output, _ = self._process.communicate(timeout=120)
         return self._process.returncode, output
 
@@ -357,6 +413,60 @@ def test_killed_and_interrupted_runs_resume_bit_for_bit(text, tmp_path):
     assert not parse(["--config", str(out / "settings.json")]).resume
     losses = [[(r["step"], r["loss"]) for r in read_records(d / "metrics.jsonl")] for d in (out, whole)]
     assert losses[0] == losses[1]
+
+
+def test_an_interrupted_last_evaluation_is_made_when_the_run_is_resumed(text, tmp_path, capfd, monkeypatch):
+    out = tmp_path / "run"
+    losses = Evaluation.losses
+
+    def interrupted(self, model, pools, batch, report):
+        if (out / "metrics.jsonl").read_text().count("\n") == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return losses(self, model, pools, batch, report)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluation, "losses", interrupted)
+        assert main(flags(text, out)) == 128 + signal.SIGTERM
+    told = capfd.readouterr()
+    assert "SIGTERM: stopped after step 4; saved at step 4; go on with" in told.out
+    assert "SIGTERM: the run ends after this chunk; once more ends it now" in told.err
+    assert [e["step"] for e in read_records(out / "evaluations.jsonl")] == [0]
+    beat = json.loads((out / "heartbeat.json").read_text())
+    assert (beat["pass"], beat["step"], beat["status"]) == ("ended", 4, 128 + signal.SIGTERM)
+    for _ in range(2):  # and only once
+        assert main([*flags(text, out), "--resume"]) == 0
+        assert [e["step"] for e in read_records(out / "evaluations.jsonl")] == [0, 4]
+
+
+SLOW_SAVE = """
+import sys, time
+from oomb_jax.train.__main__ import main
+from oomb_jax.train.checkpoint import Checkpoints
+save = Checkpoints.save
+def slow(self, step, *args, **kwargs):
+    if step > 2:
+        self.wait()
+        print("saving slowly", flush=True)
+        time.sleep(60)
+    save(self, step, *args, **kwargs)
+Checkpoints.save = slow
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once_and_the_last_checkpoint_is_whole(text, tmp_path):
+    out = tmp_path / "run"
+    process = Process(flags(text, out, steps=100, save_every=2), tmp_path / "cache", code=SLOW_SAVE)
+    process.wait_for("step   3/100")
+    process.send(signal.SIGINT)
+    process.wait_for("SIGINT: the run ends after this chunk; once more ends it now")
+    process.wait_for("saving slowly")
+    begun = time.monotonic()
+    status, _ = process.end(signal.SIGINT)
+    assert status == -signal.SIGINT
+    assert time.monotonic() - begun < 10
+    assert final_state(out)["step"] == 2
+    assert json.loads((out / "heartbeat.json").read_text())["pass"] in ("fill", "reverse", "evaluate")
 
 
 def test_a_checkpoint_of_another_model_is_refused(text, tmp_path, capsys):

@@ -9,7 +9,7 @@
 """
 
 from oomb_jax.train.data.dataset import Data, Documents, View, check_vocabulary, open_data
-from oomb_jax.train.data.sampling import Batch, evaluation_batch, longest, sample
+from oomb_jax.train.data.sampling import Batch, evaluation_batch, longest, sample, warn_of_repeats
 from oomb_jax.train.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "longest",
     "open_data",
     "sample",
+    "warn_of_repeats",
 ]

@@ -197,10 +197,21 @@ def _check(view: View, ctx: int, batch: int, pack: bool, repeat: bool) -> None:
                 f"ctx={ctx:,}: longer than the {size:,} tokens of data={part.name!r}; take more text, or "
                 f"ctx={min(sizes):,} at most"
             )
+    if repeat:
+        warn_of_repeats(view, ctx, pack=pack)
+
+
+def warn_of_repeats(view: View, ctx: int, *, pack: bool = False) -> None:
+    """Says, once for each, which sources a row of `ctx` ids repeats and how often."""
+    for part in view.parts:
+        size = _inputs(part) if pack else part.tokens
         if size < ctx:
             _say_repeated(part.name, size, ctx)
 
 
 @functools.cache
 def _say_repeated(name: str, tokens: int, ctx: int) -> None:
-    _log.warning("data=%r: its %s tokens are repeated to fill ctx=%s", name, f"{tokens:,}", f"{ctx:,}")
+    _log.warning(
+        "data=%r: its %s tokens are repeated to fill ctx=%s, %s times; text that repeats is easy to predict",
+        *(name, f"{tokens:,}", f"{ctx:,}", f"{ctx / tokens:,.3g}"),
+    )

@@ -45,8 +45,8 @@ class Config:
     model)."""
 
     kv_dtype: DTypeLike | None = None
-    """dtype of the key and value pools. None: the model's. `"float8_e4m3fn"` keeps a scale for each page and head, takes
-    half the memory of bfloat16, and is not for float16 models."""
+    """dtype of the key and value pools. None: the model's. `"float8_e4m3fn"` takes half the memory of bfloat16, with a
+    scale for each page and head; not for float16 models."""
 
     kv_grad_dtype: DTypeLike | None = None
     """dtype of the key and value gradient pools; not float16. None: float32 (float64 for a float64 model)."""

@@ -1,6 +1,6 @@
 """Where the pools of a layer lie, and how the kernels get at their pages.
 
-Pools in HBM are read and added to where they are. Of *staged* layers, those with pools in host memory or in float8, only
+Pools in HBM are read and added to where they are. Of *staged* layers, whose pools are in host memory or in float8, only
 the pages that a chunk attends to are fetched, each into a slot of a buffer in HBM; the kernels work on the buffer, and
 what they add to its gradients is then added to the pages of the pool. Where a pool lies does not change a bit.
 

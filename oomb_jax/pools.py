@@ -94,7 +94,7 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
     float8 = config.kv_dtype == FLOAT8
     if float8 and keys.dtype == jnp.float16:
         raise ValueError(
-            "kv_dtype=float8_e4m3fn for a float16 model: pages are widened to bfloat16, which does not go with float16; "
+            "kv_dtype=float8_e4m3fn for a float16 model: its pages are widened to bfloat16, and kernels want float16; "
             "use a bfloat16 or float32 model, or leave kv_dtype out"
         )
     gradient_pages = P if gradients else 0
@@ -184,7 +184,6 @@ def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False
 
 def clear_gradients(pools: Pools) -> Pools:
     """The pools with gradients 0."""
-
 
     def clear(layers: LayerPools | None) -> LayerPools | None:
         if layers is None:

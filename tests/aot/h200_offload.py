@@ -2,8 +2,8 @@
 
     XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m tests.aot.h200_offload "dict(hbm_layers=0)" 262144 1048576
 
-Prints, for each context, its bytes in the GPU's memory (arguments, results, temporaries) and those of the plan, those of
-temporaries on the host, and what else touches the pools there.
+Prints, for each context, its bytes in the GPU's memory (arguments, results, temporaries), those of the plan, those of
+temporaries on the host, what else touches the pools there, and copies of pools.
 """
 
 import functools

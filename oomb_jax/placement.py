@@ -74,12 +74,12 @@ class Group(NamedTuple):
 
 def groups(pools: Pools) -> list[Group]:
     """The groups of layers, from the first layer on."""
-    found, start = [], 0
-    for memory, held in ("hbm", pools.hbm), ("host", pools.host):
-        if held is not None:
-            stop = start + held.k.shape[0]
-            found.append(Group(memory, start, stop, held.staged))
-            start = stop
+    found, resident = [], 0
+    if pools.hbm is not None:
+        resident = pools.hbm.k.shape[0]
+        found.append(Group("hbm", 0, resident, pools.hbm.staged))
+    if pools.host is not None:
+        found.append(Group("host", resident, resident + pools.host.k.shape[0], pools.host.staged))
     return found
 
 

@@ -120,7 +120,8 @@ def test_offload_takes_no_layer_more_than_it_must():
     assert planned.fits
     assert resident is not None
     assert 0 < resident < 28
-    more = run(ctx=2**20, offload=resident + 1, kv_grad_dtype="float32", **SMALL_STATE)
+    exact = {"kv_dtype": "bfloat16", "kv_grad_dtype": "float32"}
+    more = run(ctx=2**20, offload=resident + 1, **exact, **SMALL_STATE)
     assert more.bytes.hbm["total"] > more.machine.hbm
     assert run(ctx=2**16, **SMALL_STATE).config.hbm_layers is None
     assert run(ctx=2**16, offload="all", **SMALL_STATE).config.hbm_layers == 0

@@ -124,8 +124,9 @@ def decide(settings: TrainConfig, machine: Machine, model_config: models.ModelCo
         if plan.fits or settings.dtype != "bfloat16":
             break
         if getattr(settings, name) is None:
-            settings, config = (dataclasses.replace(x, **{name: dtype}) for x in (settings, config))
             narrowed = (*plan.narrowed, name)
+            settings = dataclasses.replace(settings, **{name: dtype})
+            config = dataclasses.replace(config, **{name: dtype})
             plan = dataclasses.replace(_placed(settings, config, machine, model_config), narrowed=narrowed)
     return plan if plan.fits else asked
 

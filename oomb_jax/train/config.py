@@ -131,6 +131,9 @@ class TrainConfig:
     keep: int = 2
     """Checkpoints to keep, beside the one with the lowest held-out loss."""
 
+    export: bool = False
+    """Write the trained model at the end, as a Hugging Face directory: `model` in `out`."""
+
     resume: bool = False
     """Go on from the latest checkpoint of `out`."""
 

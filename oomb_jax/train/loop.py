@@ -107,6 +107,8 @@ def train(settings: TrainConfig, console: Console) -> int:
                 Progress(console, run.settings.steps) as progress,
             ):
                 status = Loop(run, training, checkpoints, writer, progress, signals, console).run()
+        if status == DONE and run.settings.export:
+            models.save(training.model, directory / "model")
         if training.step > 0:
             plots.draw(directory)
             console.print(plots.summary(directory), soft_wrap=True)
@@ -125,7 +127,18 @@ def start(run: Run, checkpoints: Checkpoints, console: Console) -> Training:
     assert latest is not None
     console.print(f"resumed from step {latest}", highlight=False)
     differences = run.settings.differences(saved["settings"])
-    ignored = {"resume", "config", "out", "log_every", "save_every", "keep", "eval_every", "tensorboard", "wandb"}
+    ignored = {
+        "resume",
+        "config",
+        "out",
+        "log_every",
+        "save_every",
+        "keep",
+        "export",
+        "eval_every",
+        "tensorboard",
+        "wandb",
+    }
     for name, (before, now) in differences.items():
         if name not in ignored:
             console.print(f"note: {name} was {before}, now {now}", highlight=False, soft_wrap=True)

@@ -6,17 +6,15 @@
 Each needs its environment before Triton is imported, so each is a process of its own.
 """
 
-import os
 import re
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from oomb_jax.pallas_kernels.page_move import api, triton
+from tests.pallas_kernels.assemble import assembled
 from tests.pallas_kernels.test_page_move import CASES, check
 from tests.pallas_kernels.triton_interpreter import interpreted_call, repair_interpreter
 
@@ -37,8 +35,6 @@ def interpret():
 
 def compile_for(capability):
     """Compiles every kernel for every dtype; prints of each its name, bytes spilled and widest access to memory."""
-    import nvidia  # from the packages of the CUDA compiler
-
     L, P, M, S, H, U = 2, 4096, 4, 128, 128, 100
     array = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     pool, staged = (lambda dtype: array(L, P, M, S, H, dtype=dtype)), (lambda dtype: array(U, M, S, H, dtype=dtype))
@@ -63,13 +59,7 @@ def compile_for(capability):
             calls += [(add, (*arguments, None)), *([(add, (*arguments, word))] if dtype == "bfloat16" else [])]
         for function, arguments in calls:
             jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assembler = Path(nvidia.__path__[0]) / "cu13/bin/ptxas"  # as XLA finds it
-    architecture = f"sm_{capability}{'a' if capability >= 90 else ''}"
-    for ptx in sorted(Path(os.environ["JAX_TRITON_DUMP_DIR"]).glob("*/*.ptx")):
-        command = [assembler, "-v", f"-arch={architecture}", ptx, "-o", os.devnull]
-        report = subprocess.run(command, capture_output=True, text=True, check=True)
-        said = report.stdout + report.stderr
-        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    for ptx, spilled in assembled(capability):
         accesses = sorted(set(re.findall(r"(?:ld|st)\.global\S*", ptx.read_text())))
         print(f"kernel: {ptx.stem} {spilled} {' '.join(accesses)}")
 

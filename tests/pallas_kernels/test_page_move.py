@@ -6,7 +6,6 @@ compiling also the CUDA compiler.
 
 import dataclasses
 import functools
-import importlib.util
 import os
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from oomb_jax.pallas_kernels.paged_attention.cases import Case as AttentionCase
 from oomb_jax.pallas_kernels.paged_attention.cases import inputs
 from oomb_jax.selection import stage
 from oomb_jax.shapes import iota
+from tests.pallas_kernels.assemble import needs_assembler
 
 AMPERE = jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) >= 8
 FLOAT8 = ml_dtypes.float8_e4m3fn
@@ -203,7 +203,6 @@ def offline(*arguments, **environment):
 
 
 needs_triton = pytest.mark.skipif(triton_call.missing() is not None, reason="needs jax-triton")
-needs_plugin = pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the CUDA plugin")
 
 
 @needs_triton
@@ -212,7 +211,7 @@ def test_interpreted_kernels_move_what_a_loop_moves():
 
 
 @needs_triton
-@needs_plugin
+@needs_assembler
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_kernels_compile_to_wide_accesses_without_spills(capability, tmp_path):
     lines = offline("compile", capability, JAX_TRITON_DUMP_DIR=str(tmp_path)).splitlines()

@@ -144,6 +144,7 @@ class Suite:
             result = np.asarray(result)
             if name in ("dk_pool", "dv_pool"):
                 # Added to the pages of this layer, and nothing else touched.
+                assert case.window or np.any(want) != (case.strangers or not case.earlier)
                 before = np.asarray(getattr(x, name))
                 assert (result[:, unnamed] == before[:, unnamed]).all()
                 others = np.arange(len(before)) != int(layer)

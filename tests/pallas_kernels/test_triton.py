@@ -19,6 +19,7 @@ import pytest
 from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp, triton_config
 from oomb_jax.pallas_kernels.paged_attention.cases import GPU, Case, inputs
 from oomb_jax.pallas_kernels.triton_call import missing
+from tests.pallas_kernels.assemble import needs_assembler
 from tests.pallas_kernels.test_paged_attention import Suite, at_most_plain
 
 AMPERE = jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) >= 8
@@ -68,7 +69,6 @@ def offline(*arguments, **environment):
 
 
 needs_triton = pytest.mark.skipif(missing() is not None, reason="needs jax-triton")
-needs_plugin = pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the CUDA plugin")
 
 
 @needs_triton
@@ -92,7 +92,7 @@ COMPILED = (
 
 
 @needs_triton
-@needs_plugin
+@needs_assembler
 @pytest.mark.parametrize(("capability", "shape"), COMPILED)
 def test_kernels_compile_without_spills(capability, shape, tmp_path):
     lines = offline("compile", capability, shape, JAX_TRITON_DUMP_DIR=str(tmp_path)).splitlines()

@@ -6,12 +6,8 @@
 Each needs its environment before Triton is imported, so each is a process of its own.
 """
 
-import os
-import re
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +16,7 @@ from oomb_jax.pallas_kernels.paged_attention import api, triton_vjp
 from oomb_jax.pallas_kernels.paged_attention import triton as forward_kernels
 from oomb_jax.pallas_kernels.paged_attention.cases import Case
 from oomb_jax.pallas_kernels.paged_attention.triton_config import KernelTiles, Tiles
+from tests.pallas_kernels.assemble import assembled
 from tests.pallas_kernels.test_paged_attention import Suite, at_most_plain
 from tests.pallas_kernels.triton_interpreter import interpreted_call, repair_interpreter
 
@@ -58,8 +55,6 @@ def compile_for(
     capability, *, C=4096, M=4, G=7, H=128, S=128, R=1, K=256, P=4096, L=2, segmented=False, gradient_dtype="float32"
 ):
     """Compiles forward and backward; prints per kernel its name, bytes spilled and bytes of shared memory."""
-    import nvidia  # from the packages of the CUDA compiler
-
     array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     q, own, pool = array(C, M * G, H), array(C, M, H), array(L, P, M, S, H)
     gradients = array(L, P, M, S, H, dtype=gradient_dtype)
@@ -75,12 +70,7 @@ def compile_for(
         traced = jax.jit(partial(function, compute_capability=capability)).trace(*arguments, **segments)
         lowered = traced.lower(lowering_platforms=("cuda",))
         print("aliases:", lowered.as_text().count("#stablehlo.output_operand_alias"))
-    assembler = Path(nvidia.__path__[0]) / "cu13/bin/ptxas"  # as XLA finds it
-    architecture = f"sm_{capability}{'a' if capability >= 90 else ''}"
-    for ptx in sorted(Path(os.environ["JAX_TRITON_DUMP_DIR"]).glob("*/*.ptx")):
-        command = [assembler, "-v", f"-arch={architecture}", ptx, "-o", os.devnull]
-        report = subprocess.run(command, capture_output=True, text=True, check=True)
-        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", report.stdout + report.stderr)))
+    for ptx, spilled in assembled(capability):
         shared = int(ptx.with_suffix(".compile_info").read_text().split(":")[-1])
         print(f"kernel: {ptx.stem} {spilled} {shared}")
 

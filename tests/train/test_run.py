@@ -216,6 +216,15 @@ def test_weights_of_a_directory_that_ends_texts_otherwise_are_trained(text, tmp_
     assert "weights from" in capsys.readouterr().out
 
 
+def test_an_exported_model_is_the_trained_one(text, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main([*flags(text, first, steps=3, save_every=0), "--export"]) == 0
+    assert main(flags(text, second, steps=1, save_every=0, weights=first / "model")) == 0
+    trained = read_records(first / "evaluations.jsonl")[-1]
+    assert trained["loss"] != read_records(first / "evaluations.jsonl")[0]["loss"]
+    assert read_records(second / "evaluations.jsonl")[0]["loss"] == trained["loss"]
+
+
 def test_a_second_run_does_not_overwrite_the_first(text, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(flags(text, out, steps=1)) == 0

@@ -88,8 +88,11 @@ def inputs(case: Case, seed: int) -> Inputs:
     k_pool, v_pool = (hide(draw(*pool, dtype=case.pool_dtype or case.dtype)) for _ in range(2))
     masks: dict[str, Any] = {}
     if case.segments:
-        # Documents begin anywhere: before the chunk, in it, and between; later pages hold later documents.
-        ids = np.cumsum(rng.random(P * case.S + case.C) < 0.02)
+        # Documents begin anywhere, about three in the pages and two in the chunk; later pages hold later documents. The
+        # chunk's first began before the middle of the last page that is named.
+        rates = np.repeat((3 / (P * case.S), 2 / case.C), (P * case.S, case.C))
+        rates[int((table.max() + 0.5) * case.S) : P * case.S + 1] = 0
+        ids = np.cumsum(rng.random(len(rates)) < rates)
         ids[-case.C :] += case.strangers
         masks["q_segments"] = jnp.asarray(ids[-case.C :], jnp.int32)
         masks["pool_segments"] = jnp.asarray(ids[: -case.C].reshape(P, case.S), jnp.int32)

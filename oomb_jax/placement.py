@@ -2,8 +2,8 @@
 
 Pools in HBM are read and added to where they are. Of *staged* layers, whose pools are in host memory or in float8, only
 the pages that a chunk attends to are fetched, each into a slot of a buffer in HBM; the kernels work on the buffer, and
-what they add to its gradients is then added to the pages of the pool. With the kernels both give the same bits; in plain
-JAX sums of staged pages have another order.
+what they add to its gradients is then added to the pages of the pool. The kernels give the same bits both ways; plain
+JAX adds staged pages in another order.
 
 Pages in float8 are what `quantise` makes of a chunk's keys and values, and are widened to bfloat16, which is exact,
 whatever the model's dtype. The gradient of a widened page is taken for that of the keys and values that were rounded.

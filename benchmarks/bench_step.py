@@ -76,6 +76,9 @@ class Settings:
     grad_dtype: str = "float32"
     """dtype of the gradients."""
 
+    kv_dtype: str | None = None
+    """dtype of the key and value pools, such as float8_e4m3fn. None: the model's."""
+
     kv_grad_dtype: str = "float32"
     """dtype of the key and value gradient pools."""
 
@@ -114,7 +117,7 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
 
     import oomb_jax
 
-    plain = "chunk", "remat", "grad_dtype", "kv_grad_dtype", "hbm_layers", "implementation"
+    plain = "chunk", "remat", "grad_dtype", "kv_dtype", "kv_grad_dtype", "hbm_layers", "implementation"
     attention = oomb_jax.TopK(pages=settings.pages) if settings.attention == "topk" else oomb_jax.Dense()
     config = oomb_jax.Config(attention=attention, **{key: getattr(settings, key) for key in plain})
     model = oomb_jax.models.create(settings.model, key=jax.random.key(0))
@@ -179,7 +182,7 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
 
 def collect(settings: Settings) -> list[dict[str, Any]]:
     """Measures every context and adds the records to the file; all records of the file."""
-    numbers = "chunk", "remat", "grad_dtype", "kv_grad_dtype", "hbm_layers", "implementation", "steps"
+    numbers = "chunk", "remat", "grad_dtype", "kv_dtype", "kv_grad_dtype", "hbm_layers", "implementation", "steps"
     kept = "method", "model", "attention", "pages", "selection", *numbers
     about = {key: getattr(settings, key) for key in kept}
     identity = lambda record: [record.get(key) for key in ("context", *kept)]
@@ -205,6 +208,8 @@ def label(record: dict[str, Any]) -> str:
     if record["attention"] == "topk":
         chosen = "" if record["selection"] == "model" else f" ({record['selection']})"
         attention = f"top {record['pages']} pages{chosen}"
+    if record.get("kv_dtype") is not None:  # older records do not have it
+        attention += f", keys and values in {record['kv_dtype']}"
     if record["hbm_layers"] is not None:
         attention += f", pools of {record['hbm_layers']} layers in HBM"
     return f"chunked, {attention}, chunk {record['chunk']}, {record['remat']}, {dtypes}"

@@ -312,7 +312,7 @@ def _layers_backward(layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, saved:
         layer = layer_at(layers, l)
         here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, -1)
         d_output, dh, do = s.output_vjp.replace(args_res=[layer, s.h, s.o])(dh)
-        if group.on_host:
+        if group.staged:
             # Read before the update, of other pages; the barrier keeps XLA from copying the pool for it.
             later, do, ahead = lax.optimization_barrier((later_gradients(pools, group, l, chunk), do, ahead))
             dq, own, pools = attention_vjp(pools, group, l, chunk, here, (s.q, s.k, s.v, s.o, s.lse), do)
@@ -335,7 +335,7 @@ def _layers_backward(layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, saved:
 
 def _first_ahead(pools: Pools, group: Group, chunk: Chunk, l: int) -> Pages | None:
     """The pages of the first layer of a loop where they must be fetched; None where they are at hand."""
-    return pages(pools, group, jnp.int32(l), _chosen(pools, chunk, l)) if group.on_host else None
+    return pages(pools, group, jnp.int32(l), _chosen(pools, chunk, l)) if group.staged else None
 
 
 def _here_and_ahead(pools: Pools, group: Group, chunk: Chunk, l, ahead: Pages | None, step: int):

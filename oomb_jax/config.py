@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from oomb_jax.pallas_kernels.page_move.api import FLOAT8
 from oomb_jax.pallas_kernels.paged_attention.api import Implementation
 from oomb_jax.selection import TopK
 
@@ -44,7 +45,8 @@ class Config:
     model)."""
 
     kv_dtype: DTypeLike | None = None
-    """dtype of the key and value pools. None: the model's."""
+    """dtype of the key and value pools. None: the model's. `"float8_e4m3fn"` takes half the memory of bfloat16, with a
+    scale for each page and head; not for float16 models."""
 
     kv_grad_dtype: DTypeLike | None = None
     """dtype of the key and value gradient pools; not float16. None: float32 (float64 for a float64 model)."""
@@ -82,8 +84,13 @@ class Config:
 
 def _float_dtype(name: str, dtype: DTypeLike) -> np.dtype:
     dtype = jnp.dtype(dtype)
+    if name == "kv_dtype" and dtype == FLOAT8:
+        return dtype
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise ValueError(f"{name}={dtype}: a floating-point dtype of 16 bits or more, such as 'bfloat16' or 'float32'")
+        narrow = ", or 'float8_e4m3fn'" if name == "kv_dtype" else ""
+        raise ValueError(
+            f"{name}={dtype}: a floating-point dtype of 16 bits or more, such as 'bfloat16' or 'float32'{narrow}"
+        )
     if "grad" in name and dtype == jnp.float16:
         # A token's share is the reciprocal of their number, and float16 ends at 2**-24.
         raise ValueError(f"{name}=float16: gradients of a long sequence are too small for it; use 'bfloat16'")

@@ -1,10 +1,15 @@
 """Where the pools of a layer lie, and how the kernels get at their pages.
 
-Pools in HBM are read and added to where they are. Of pools in host memory only the pages that a chunk attends to are
-fetched, each into a slot of a buffer in HBM; the kernels work on the buffer, and what they add to its gradients is then
-added to the pages on the host. Both give the same bits.
+Pools in HBM are read and added to where they are. Of *staged* layers, whose pools are in host memory or in float8, only
+the pages that a chunk attends to are fetched, each into a slot of a buffer in HBM; the kernels work on the buffer, and
+what they add to its gradients is then added to the pages of the pool. The kernels give the same bits both ways; plain
+JAX adds staged pages in another order.
+
+Pages in float8 are what `quantise` makes of a chunk's keys and values, and are widened to bfloat16, which is exact,
+whatever the model's dtype. The gradient of a widened page is taken for that of the keys and values that were rounded.
 """
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from oomb_jax.chunk import Chunk
-from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, on_copy_stream, store_pages
+from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, on_copy_stream, quantise, store_pages
 from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
 from oomb_jax.pools import LayerPools, Pools
 from oomb_jax.selection import attention_mass, stage
@@ -56,52 +61,59 @@ class Group(NamedTuple):
     memory: Literal["hbm", "host"]
     start: int
     stop: int
-
-    @property
-    def on_host(self) -> bool:
-        """Whether pages must be fetched."""
-        return self.memory == "host"
+    staged: bool
+    """`LayerPools.staged`: whether pages must be fetched."""
 
     def held(self, pools: Pools) -> LayerPools:
         """The pools of its layers."""
         return getattr(pools, self.memory)
 
-    def update(self, pools: Pools, **arrays: Array) -> Pools:
+    def update(self, pools: Pools, **arrays: Array | None) -> Pools:
         """`pools` with some arrays of its layers replaced."""
         return pools._replace(**{self.memory: self.held(pools)._replace(**arrays)})
 
 
 def groups(pools: Pools) -> list[Group]:
     """The groups of layers, from the first layer on."""
-    resident = 0 if pools.hbm is None else pools.hbm.k.shape[0]
-    offloaded = 0 if pools.host is None else pools.host.k.shape[0]
-    both = Group("hbm", 0, resident), Group("host", resident, resident + offloaded)
-    return [group for group in both if group.start < group.stop]
+    found, resident = [], 0
+    if pools.hbm is not None:
+        resident = pools.hbm.k.shape[0]
+        found.append(Group("hbm", 0, resident, pools.hbm.staged))
+    if pools.host is not None:
+        found.append(Group("host", resident, resident + pools.host.k.shape[0], pools.host.staged))
+    return found
 
 
 def pages(pools: Pools, group: Group, l: Int[Array, ""], table: Table) -> Pages:
-    """The pages of a table, fetched if they are on the host."""
+    """The pages of a table, fetched if the layer is staged."""
     held, layer = group.held(pools), l - group.start
-    if not group.on_host:
+    if not group.staged:
         return Pages(held.k, held.v, layer, table, None)
     slots = stage(table, held.k.shape[1])
-    k, v = (fetch(pool, layer, slots.pages)[None] for pool in (held.k, held.v))
+    both = (held.k, held.k_scale), (held.v, held.v_scale)
+    k, v = (fetch(pool, layer, slots.pages, scales=scales)[None] for pool, scales in both)
     return Pages(k, v, jnp.int32(0), slots.table, slots.pages)
 
 
 def write(pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk, k: Keys, v: Values) -> Pools:
     """Writes the chunk's own keys and values."""
-    held, layer = group.held(pools), l - group.start
+    held, layer, zero = group.held(pools), l - group.start, jnp.int32(0)
 
-    def put(pool, own):
+    def put(pool, scales, own):
         C, M, H = own.shape
-        own = own.reshape(chunk.rows, C // chunk.rows, M, H).swapaxes(1, 2).astype(pool.dtype)
-        if group.on_host:
-            return store(pool, layer, chunk.own_pages, own)
-        zero = jnp.int32(0)
-        return lax.dynamic_update_slice(pool, own[None], (layer, chunk.first_page, zero, zero, zero))
+        S = C // chunk.rows
+        own = own.reshape(chunk.rows, S, M, H).swapaxes(1, 2)
+        if scales is None:
+            own = own.astype(pool.dtype)
+        else:
+            own, made = quantise(own, jnp.clip(chunk.tokens - S * iota(chunk.rows), 0, S))
+            scales = lax.dynamic_update_slice(scales, made[None], (layer, chunk.first_page, zero))
+        if group.staged:
+            return store(pool, layer, chunk.own_pages, own), scales
+        return lax.dynamic_update_slice(pool, own[None], (layer, chunk.first_page, zero, zero, zero)), scales
 
-    return group.update(pools, k=put(held.k, k), v=put(held.v, v))
+    (k_pool, k_scale), (v_pool, v_scale) = put(held.k, held.k_scale, k), put(held.v, held.v_scale, v)
+    return group.update(pools, k=k_pool, v=v_pool, k_scale=k_scale, v_scale=v_scale)
 
 
 def attention(chunk: Chunk, pages: Pages, q: Queries, k: Keys, v: Values) -> tuple[Queries, Float[Array, "N C"]]:
@@ -119,13 +131,13 @@ def attention_vjp(
     held, layer = group.held(pools), l - group.start
     key = None if chunk.rounding is None else jax.random.fold_in(chunk.rounding, l)
     q, k, v, o, lse = saved
-    if group.on_host:
+    if group.staged:
         gradients = [jnp.zeros(pages.k.shape, accumulator(q.dtype)) for _ in range(2)]
     else:
         gradients = [held.dk, held.dv]
     dq, dk, dv, *gradients = paged_attention_vjp(
         *(q, k, v, pages.k, pages.v, gradients[0], gradients[1], pages.layer, pages.table, o, lse, do),
-        rounding_key=None if group.on_host else key,
+        rounding_key=None if group.staged else key,
         implementation=chunk.config.implementation,
         **pages.segments(chunk),
     )
@@ -166,5 +178,6 @@ def mass(
     """See `Pools.mass`; of the first and the middle query page of the last chunk, and 0 of other chunks."""
     held, sample = group.held(pools), iota(2) * (table.shape[0] // 2)
     arguments = q, k, held.k, l - group.start, chunk.first_page, table, sample
-    measure = lambda: jnp.stack(attention_mass(*arguments, **chunk.segments, fetch=fetch if group.on_host else None))
+    read = functools.partial(fetch, scales=held.k_scale) if group.staged else None
+    measure = lambda: jnp.stack(attention_mass(*arguments, **chunk.segments, fetch=read))
     return lax.cond(chunk.last, measure, lambda: jnp.zeros(2, accumulator(q.dtype)))

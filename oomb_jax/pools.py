@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from oomb_jax.config import Config
+from oomb_jax.pallas_kernels.page_move.api import FLOAT8
 from oomb_jax.parts import key_shape, layer_count
 from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.shapes import Pool, accumulator
@@ -22,7 +23,16 @@ class LayerPools(NamedTuple):
     dk: Pool
     dv: Pool
     touched: Bool[Array, "layers P"] | None = None
-    """In host memory: which gradient pages were written in this step; the others hold anything and count as 0."""
+    """Which gradient pages were written in this step; the others hold anything and count as 0. None: the layers are not
+    `staged`, and a step begins with gradients of 0."""
+    k_scale: Float32[Array, "layers P M"] | None = None
+    """Of float8 keys, the power of two that a page and head is multiplied by; on the device, wherever the pages are."""
+    v_scale: Float32[Array, "layers P M"] | None = None
+
+    @property
+    def staged(self) -> bool:
+        """Whether kernels work on copies of the pages: in host memory they cannot read them, and not in float8."""
+        return self.touched is not None
 
 
 class Pools(NamedTuple):
@@ -67,11 +77,11 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
         kept. For `token_losses`.
 
     Returns:
-      Pools of 2·L·P·M·S·H elements of `kv_dtype`, and as many of `kv_grad_dtype`. For Top-K attention P/S·L·K int32
-      more. Those in host memory are not initialised.
+      Pools of 2·L·P·M·S·H elements of `kv_dtype`, and as many of `kv_grad_dtype`. For Top-K attention P·L·K int32
+      more, for float8 2·L·P·M float32. Those in host memory are not initialised.
 
     Raises:
-      ValueError: ctx is below 1, or the model has fewer layers than `hbm_layers`.
+      ValueError: ctx is below 1, the model has fewer layers than `hbm_layers`, or float8 for a float16 model.
     """
     if ctx < 1:
         raise ValueError(f"ctx={ctx}: a sequence has at least one token")
@@ -81,17 +91,29 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
     resident = L if config.hbm_layers is None else config.hbm_layers
     if resident > L:
         raise ValueError(f"hbm_layers={resident}: the model has {L}; None keeps the pools of all in the GPU's memory")
+    float8 = config.kv_dtype == FLOAT8
+    if float8 and keys.dtype == jnp.float16:
+        raise ValueError(
+            "kv_dtype=float8_e4m3fn for a float16 model: its pages are widened to bfloat16, and kernels want float16; "
+            "use a bfloat16 or float32 model, or leave kv_dtype out"
+        )
+    gradient_pages = P if gradients else 0
 
-    def pools_of(layers: int, make) -> LayerPools | None:
+    def pools_of(layers: int, make, *, staged: bool) -> LayerPools | None:
+        if not layers:
+            return None
         pool = lambda pages, dtype: make((layers, pages, M, config.page, H), dtype)
         kv = lambda: pool(P, config.kv_dtype or keys.dtype)
-        gradient = lambda: pool(P if gradients else 0, config.kv_grad_dtype or accumulator(keys.dtype))
-        return LayerPools(k=kv(), v=kv(), dk=gradient(), dv=gradient()) if layers else None
+        gradient = lambda: pool(gradient_pages, config.kv_grad_dtype or accumulator(keys.dtype))
+        scale = lambda: jnp.zeros((layers, P, M), jnp.float32) if float8 else None
+        touched = jnp.zeros((layers, gradient_pages), bool) if staged else None
+        return LayerPools(
+            k=kv(), v=kv(), dk=gradient(), dv=gradient(), touched=touched, k_scale=scale(), v_scale=scale()
+        )
 
-    pools = Pools(hbm=pools_of(resident, jnp.zeros), host=pools_of(L - resident, _host_array))
-    if pools.host is not None:
-        touched = jnp.zeros((L - resident, P if gradients else 0), bool)
-        pools = pools._replace(host=pools.host._replace(touched=touched))
+    pools = Pools(
+        hbm=pools_of(resident, jnp.zeros, staged=float8), host=pools_of(L - resident, _host_array, staged=True)
+    )
     attention = top_k(ctx, config)
     if attention is None or not gradients:
         return pools
@@ -123,8 +145,9 @@ def pool_shapes(model: Any, ctx: int, config: Config) -> Pools:
     device = jax.config.jax_default_device or jax.devices()[0]
     if pools.host is None or device.platform == "cpu":
         return pools
-    on_host = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_host(device)), pools.host)
-    return pools._replace(host=on_host._replace(touched=pools.host.touched))
+    arrays = {name: getattr(pools.host, name) for name in ("k", "v", "dk", "dv")}
+    on_host = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_host(device)) for name, x in arrays.items()}
+    return pools._replace(host=pools.host._replace(**on_host))
 
 
 def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False) -> None:
@@ -135,6 +158,11 @@ def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False
     if resident != config.hbm_layers and not (config.hbm_layers is None and pools.host is None):
         raise ValueError(
             f"the pools of {resident} layers are in the GPU's memory, config.hbm_layers={config.hbm_layers}; "
+            f"make them with create_pools(model, {T}, config)"
+        )
+    if (config.kv_dtype == FLOAT8) != (pools.any_layers.k_scale is not None):
+        raise ValueError(
+            f"the pools hold {pools.any_layers.k.dtype}, config.kv_dtype={config.kv_dtype}; "
             f"make them with create_pools(model, {T}, config)"
         )
     attention = top_k(T, config)
@@ -156,9 +184,12 @@ def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False
 
 def clear_gradients(pools: Pools) -> Pools:
     """The pools with gradients 0."""
-    hbm, host = pools.hbm, pools.host
-    if hbm is not None:
-        hbm = hbm._replace(dk=jnp.zeros_like(hbm.dk), dv=jnp.zeros_like(hbm.dv))
-    if host is not None and host.touched is not None:
-        host = host._replace(touched=jnp.zeros_like(host.touched))
-    return pools._replace(hbm=hbm, host=host)
+
+    def clear(layers: LayerPools | None) -> LayerPools | None:
+        if layers is None:
+            return None
+        if layers.touched is None:
+            return layers._replace(dk=jnp.zeros_like(layers.dk), dv=jnp.zeros_like(layers.dv))
+        return layers._replace(touched=jnp.zeros_like(layers.touched))
+
+    return pools._replace(hbm=clear(pools.hbm), host=clear(pools.host))

@@ -142,6 +142,27 @@ def test_narrow_gradient_pools_of_many_chunks_in_float64(pool_dtype, least, most
     assert least < error < most, name
 
 
+def test_bfloat16_sums_of_1024_chunks(monkeypatch):
+    """Every chunk attends to the first page and wants the same token, so its values have 1,024 similar shares added."""
+    rng = np.random.default_rng(0)
+    model = jax.tree.map(lambda x: 0.3 * x, random_model(rng, layers=1, dtype=jnp.float32))
+    tokens = random_batch(rng, (8 * 1025,), segments=False).tokens
+    wide = oomb_jax.Config(page=8, chunk=8, attention=oomb_jax.TopK(pages=1, first_pages=1))
+    narrow = dataclasses.replace(wide, kv_grad_dtype="bfloat16")
+
+    def gradient_of_first_values(config):
+        run = jax.jit(lambda pools: oomb_jax.value_and_grad(model, pools, tokens, jnp.full_like(tokens, 3), config))
+        pools = run(oomb_jax.create_pools(model, len(tokens), config))[2]
+        return pools.hbm.dv[0, 0].astype(jnp.float32)
+
+    exact, random = gradient_of_first_values(wide), gradient_of_first_values(narrow)
+    monkeypatch.setattr("oomb_jax.chunk.STOCHASTIC_CHUNKS", 2048)
+    nearest = gradient_of_first_values(narrow)
+    assert gradient_error(random, exact)[0] < 0.06
+    assert abs(float(jnp.mean(random / exact)) - 1) < 0.02
+    assert gradient_error(nearest, exact)[0] > 0.2  # stalls where a share is half a unit in the last place
+
+
 def test_many_chunks_round_stochastically(monkeypatch):
     rng = np.random.default_rng(0)
     model = random_model(rng, layers=1, dtype=jnp.float32)
@@ -226,7 +247,8 @@ def test_wrong_shapes_and_pools_are_refused(untyped):
         ({"remat": "some"}, "remat='some'"),
         ({"attention": "top-k"}, "attention='top-k'"),
         ({"implementation": "cudnn"}, "implementation='cudnn'"),
-        ({"kv_dtype": "int8"}, "kv_dtype=int8"),
+        ({"kv_dtype": "int8"}, "kv_dtype=int8: .* or 'float8_e4m3fn'"),
+        ({"kv_dtype": "float8_e5m2"}, "kv_dtype=float8_e5m2: .* or 'float8_e4m3fn'"),
         ({"grad_dtype": "float8_e4m3fn"}, "grad_dtype=float8_e4m3fn"),
         ({"kv_grad_dtype": "float16"}, "kv_grad_dtype=float16: .* use 'bfloat16'"),
     ],

@@ -74,12 +74,13 @@ def runs(shape, attention, hbm_layers, kv_dtype):
     return results
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("attention", [oomb_jax.Dense(), oomb_jax.TopK(pages=3)], ids=["dense", "topk"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"H={shape.head_dim}-S={shape.page}-R={shape.rows}")
-def test_pools_on_the_host_give_the_same_bits(shape, attention):
-    expected, again = runs(shape, attention, None, None)
+def test_pools_on_the_host_give_the_same_bits(shape, attention, kv_dtype):
+    expected, again = runs(shape, attention, None, kv_dtype)
     assert np.isfinite(expected[0])
     assert all(np.any(x) for x in jax.tree.leaves(expected[1]))
-    for results in (again, *runs(shape, attention, 0, None), *runs(shape, attention, 1, None)):
+    for results in (again, *runs(shape, attention, 0, kv_dtype), *runs(shape, attention, 1, kv_dtype)):
         for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(a, b)

@@ -60,7 +60,7 @@ def test_pools_are_those_that_are_made(seed):
         page=page,
         chunk=page * int(rng.integers(1, 5)),
         attention=pick(oomb_jax.Dense(), TopK(pages=3), TopK(pages=2, scope="kv_head")),
-        kv_dtype=pick(None, "float32"),
+        kv_dtype=pick(None, "float32", "float8_e4m3fn"),
         kv_grad_dtype=pick(None, "bfloat16"),
         hbm_layers=pick(None, 0, 1, 2),
     )
@@ -69,9 +69,11 @@ def test_pools_are_those_that_are_made(seed):
     planned = plan.account(plan.Job(model=model, config=config, ctx=ctx))
     size = lambda *arrays: sum(x.size * x.dtype.itemsize for x in arrays if x is not None)
     hbm, host = pools.hbm, pools.host
-    touched = None if host is None else host.touched
-    assert planned.hbm["kv"] == (0 if hbm is None else size(hbm.k, hbm.v))
-    assert planned.hbm["kv_gradients"] == (0 if hbm is None else size(hbm.dk, hbm.dv)) + size(touched)
+    both = [layers for layers in (hbm, host) if layers is not None]
+    scales = sum(size(layers.k_scale, layers.v_scale) for layers in both)
+    touched = sum(size(layers.touched) for layers in both)
+    assert planned.hbm["kv"] == (0 if hbm is None else size(hbm.k, hbm.v)) + scales
+    assert planned.hbm["kv_gradients"] == (0 if hbm is None else size(hbm.dk, hbm.dv)) + touched
     assert planned.host["kv"] == (0 if host is None else size(host.k, host.v))
     assert planned.host["kv_gradients"] == (0 if host is None else size(host.dk, host.dv))
     assert planned.hbm["selection"] == size(pools.selection, pools.mass)
@@ -120,7 +122,8 @@ def test_offload_takes_no_layer_more_than_it_must():
     assert planned.fits
     assert resident is not None
     assert 0 < resident < 28
-    more = run(ctx=2**20, offload=resident + 1, kv_grad_dtype="float32", **SMALL_STATE)
+    exact = {"kv_dtype": "bfloat16", "kv_grad_dtype": "float32"}
+    more = run(ctx=2**20, offload=resident + 1, **exact, **SMALL_STATE)
     assert more.bytes.hbm["total"] > more.machine.hbm
     assert run(ctx=2**16, **SMALL_STATE).config.hbm_layers is None
     assert run(ctx=2**16, offload="all", **SMALL_STATE).config.hbm_layers == 0
@@ -128,15 +131,25 @@ def test_offload_takes_no_layer_more_than_it_must():
         run(ctx=2**16, offload=29)
 
 
-def test_gradients_of_keys_and_values_become_narrow_only_where_wide_ones_do_not_fit():
-    wide = run(ctx=2**20, kv_grad_dtype="float32", **SMALL_STATE)
-    limit = longest_context(wide)
-    assert run(ctx=limit, **SMALL_STATE).notes == ()
-    narrow = run(ctx=limit + 4096, **SMALL_STATE)
-    assert narrow.fits
-    assert narrow.config.kv_grad_dtype == jnp.bfloat16
-    assert "bfloat16" in narrow.notes[0]
-    assert not run(ctx=limit + 4096, kv_grad_dtype="float32", **SMALL_STATE).fits
+def test_keys_values_and_their_gradients_become_narrow_only_where_wide_ones_do_not_fit():
+    exact = {"kv_dtype": "bfloat16", "kv_grad_dtype": "float32"}
+    limits = [
+        longest_context(run(ctx=2**20, **given, **SMALL_STATE)) for given in (exact, {"kv_dtype": "bfloat16"}, {})
+    ]
+    assert run(ctx=limits[0], **SMALL_STATE).notes == ()
+    for limit, kv_dtype, notes in (limits[0], None, 1), (limits[1], jnp.float8_e4m3fn, 2):
+        narrow = run(ctx=limit + 4096, **SMALL_STATE)
+        assert narrow.fits
+        assert narrow.config.kv_grad_dtype == jnp.bfloat16
+        assert narrow.config.kv_dtype == kv_dtype
+        assert len(narrow.notes) == notes
+        assert "float8_e4m3fn" in narrow.notes[-1] or kv_dtype is None
+        assert longest_context(narrow) == limits[2]
+    assert not run(ctx=limits[0] + 4096, **exact, **SMALL_STATE).fits
+    assert not run(ctx=limits[2] + 4096, **SMALL_STATE).fits
+    # What was said stays, and a model in float32 is left as it is.
+    assert run(ctx=limits[0] + 4096, kv_grad_dtype="float32", **SMALL_STATE).narrowed == ("kv_dtype",)
+    assert not run(ctx=limits[0] + 4096, dtype="float32", **SMALL_STATE).fits
 
 
 def test_what_is_said_to_fit_does():
@@ -294,5 +307,5 @@ def test_flags_of_the_program_stay_few():
     from oomb_jax.train.__main__ import PlanFlags
 
     # Every flag is one more thing to know; a new one takes the place of an old one or has a reason in these numbers.
-    assert len(dataclasses.fields(TrainConfig)) <= 45
+    assert len(dataclasses.fields(TrainConfig)) <= 46
     assert len(dataclasses.fields(PlanFlags)) <= 6

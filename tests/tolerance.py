@@ -23,3 +23,7 @@ PLANNED_BYTES = 0.05
 
 PLANNED_TIME = 0.2
 """Planned against measured time of a step: chips differ by their cooling, and a kernel by 10 % with what ran before."""
+
+# Gradients with float8 pools against float32 ones, by tensor: a number of float8_e4m3fn errs by up to 2**-4, on average
+# by 2**-5.4, and most of attention goes to earlier chunks. Measured 0.047 and 0.086.
+FLOAT8_MEDIAN, FLOAT8_WORST = 0.06, 0.1

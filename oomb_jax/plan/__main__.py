@@ -9,16 +9,19 @@ from oomb_jax.train.plan import decide, longest_context
 
 HOSTS = (64, 128, 256, 512)
 
+LEAST = {
+    "optimizer": "adafactor",
+    "master": "stochastic",
+    "grad_dtype": "bfloat16",
+    "kv_grad_dtype": "bfloat16",
+    "remat": "full",
+}
+
 # What a run takes by default, and the least that trains every parameter.
 SETTINGS = {
-    "AdamW, float32 masters and sums": {},
-    "Adafactor, stochastic rounding, bfloat16 sums, remat full": {
-        "optimizer": "adafactor",
-        "master": "stochastic",
-        "grad_dtype": "bfloat16",
-        "kv_grad_dtype": "bfloat16",
-        "remat": "full",
-    },
+    "AdamW, float32 masters and sums": {"kv_dtype": "bfloat16"},
+    "Adafactor, stochastic rounding, bfloat16 sums, remat full": LEAST | {"kv_dtype": "bfloat16"},
+    "The same with keys and values in float8": LEAST | {"kv_dtype": "float8_e4m3fn"},
 }
 
 

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from oomb_jax.chunked import _remat
 from oomb_jax.config import Config
 from oomb_jax.pallas_kernels.linear_cross_entropy.api import TILE_LOGITS
+from oomb_jax.pallas_kernels.page_move.api import FLOAT8
 from oomb_jax.parts import layer_at, layer_count, split
 from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.shapes import accumulator, divisor
@@ -89,6 +90,16 @@ class Job:
         resident, L = self.config.hbm_layers, layer_count(self.model.layers)
         return 0 if resident is None else max(0, L - resident)
 
+    @property
+    def float8(self) -> bool:
+        """Whether keys and values are kept in float8."""
+        return self.config.kv_dtype == FLOAT8
+
+    @property
+    def staged_layers(self) -> int:
+        """Layers whose pages are fetched: those on the host, and in float8 all."""
+        return layer_count(self.model.layers) if self.float8 else self.host_layers
+
     @functools.cached_property
     def shapes(self) -> "Shapes":
         """Of a chunk of it."""
@@ -154,14 +165,15 @@ def account(job: Job) -> Bytes:
         "weights": tree_bytes(job.model),
         "gradients": gradient_bytes(job.model, config),
         "optimizer": tree_bytes(job.optimizer),
-        "kv": (L - away) * kv,
-        "kv_gradients": (L - away) * kv_gradients + away * P,  # and which pages of the others were written
+        "kv": (L - away) * kv + (L * 2 * 4 * P * M if job.float8 else 0),  # with the scales of all layers
+        "kv_gradients": (L - away) * kv_gradients + job.staged_layers * P,  # and which pages of these were written
         "selection": selection,
         # The labels of the batch, and one sequence's tokens, labels and length, with segments their ids and positions.
         "tokens": 4 * (job.batch * job.ctx + (4 if job.packed else 2) * job.chunks * job.chunk + 1),
     }
-    fetched = staging_slots(job) * M * config.page * H * itemsize(config.kv_dtype, s.k.dtype) * 2 if away else 0
-    added = staging_slots(job) * M * config.page * H * accumulator(s.k.dtype).itemsize * 2 if away else 0
+    staged = 2 * staging_slots(job) * M * config.page * H if job.staged_layers else 0
+    fetched = staged * (2 if job.float8 else itemsize(config.kv_dtype, s.k.dtype))  # float8 is widened to bfloat16
+    added = staged * accumulator(s.k.dtype).itemsize
     phase = lambda **kinds: {kind: kinds.get(kind, always.get(kind, 0)) for kind in KINDS}
     phases = {
         "fill": phase(representatives=representatives, staging=fetched, scratch=_fill_scratch(job)),

@@ -69,11 +69,11 @@ class TrainConfig:
     grad_dtype: Literal["bfloat16", "float32"] | None = None
     """dtype of the summed gradients. None: float32."""
 
-    kv_dtype: Literal["bfloat16", "float32"] | None = None
-    """dtype of stored keys and values. None: that of the model."""
+    kv_dtype: Literal["float8_e4m3fn", "bfloat16", "float32"] | None = None
+    """dtype of stored keys and values. None: that of the model, or float8_e4m3fn where nothing else fits."""
 
     kv_grad_dtype: Literal["bfloat16", "float32"] | None = None
-    """dtype of their gradients. None: float32."""
+    """dtype of their gradients. None: float32, or bfloat16 where that does not fit."""
 
     offload: Literal["auto", "none", "all"] | int = "auto"
     """Where the pools of keys and values lie: `none`, all in the GPU's memory; `all`, all in host memory; a number, of

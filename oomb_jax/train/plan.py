@@ -35,8 +35,22 @@ CHANGES: dict[str, dict[str, Any]] = {
     "--kv-grad-dtype bfloat16": {"kv_grad_dtype": "bfloat16"},
     "--remat full": {"remat": "full"},
     "--grad-dtype bfloat16": {"grad_dtype": "bfloat16"},
+    "--kv-dtype float8_e4m3fn": {"kv_dtype": "float8_e4m3fn"},
     "--master stochastic": {"master": "stochastic"},
     "--optimizer adafactor": {"optimizer": "adafactor", "b1": None, "b2": None, "momentum": None},
+}
+
+# What the program chooses by itself for a bfloat16 model, one after the other, where the more exact does not fit and
+# nothing was said: the setting, its value, and what is told of it.
+NARROWER: dict[str, tuple[Any, str]] = {
+    "kv_grad_dtype": (
+        "bfloat16",
+        "gradients of keys and values are summed in bfloat16, for float32 does not fit (--kv-grad-dtype)",
+    ),
+    "kv_dtype": (
+        "float8_e4m3fn",
+        "keys and values of earlier chunks are kept in float8_e4m3fn, for bfloat16 does not fit (--kv-dtype)",
+    ),
 }
 
 
@@ -52,8 +66,13 @@ class Plan:
     machine: Machine
     job: Job
     bytes: Bytes
-    notes: tuple[str, ...] = ()
-    """What the program chose that changes a rounding."""
+    narrowed: tuple[str, ...] = ()
+    """Settings that the program chose and that change a rounding, of `NARROWER`."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is told of them."""
+        return tuple(NARROWER[name][1] for name in self.narrowed)
 
     @property
     def checkpoints(self) -> int:
@@ -124,7 +143,7 @@ class Plan:
 
 def decide(settings: TrainConfig, machine: Machine, model_config: models.ModelConfig) -> Plan:
     """The plan for these settings on a machine. As many layers' pools as fit stay on the device, unless the settings
-    say how many; where float32 gradients of keys and values do not fit and nothing was said, they become bfloat16."""
+    say how many; what does not fit and was left open becomes narrower, see `NARROWER`."""
     config = settings.method(CHUNK[machine.platform])
     settings = dataclasses.replace(
         settings,
@@ -132,16 +151,16 @@ def decide(settings: TrainConfig, machine: Machine, model_config: models.ModelCo
         chunk=chunk_length(settings.ctx, config),
         out=settings.directory,
     )
-    first = _placed(settings, config, machine, model_config)
-    if first.fits or settings.kv_grad_dtype is not None or settings.dtype != "bfloat16":
-        return first
-    settings = dataclasses.replace(settings, kv_grad_dtype="bfloat16")
-    config = dataclasses.replace(config, kv_grad_dtype="bfloat16")
-    second = _placed(settings, config, machine, model_config)
-    if not second.fits:
-        return first
-    note = "gradients of keys and values are summed in bfloat16, for float32 does not fit (--kv-grad-dtype)"
-    return dataclasses.replace(second, notes=(note,))
+    asked = plan = _placed(settings, config, machine, model_config)
+    for name, (dtype, _) in NARROWER.items():
+        if plan.fits or settings.dtype != "bfloat16":
+            break
+        if getattr(settings, name) is None:
+            narrowed = (*plan.narrowed, name)
+            settings = dataclasses.replace(settings, **{name: dtype})
+            config = dataclasses.replace(config, **{name: dtype})
+            plan = dataclasses.replace(_placed(settings, config, machine, model_config), narrowed=narrowed)
+    return plan if plan.fits else asked
 
 
 def _placed(settings: TrainConfig, config: Config, machine: Machine, model_config: models.ModelConfig) -> Plan:
@@ -196,7 +215,7 @@ def longest_context(plan: Plan) -> int:
     """The largest multiple of the chunk that fits, all else equal; 0 where not even one does."""
     chunk = plan.settings.chunk
     assert chunk is not None  # filled in by `decide`
-    settings = dataclasses.replace(plan.settings, kv_grad_dtype=None) if plan.notes else plan.settings
+    settings = dataclasses.replace(plan.settings, **dict.fromkeys(plan.narrowed))
     fits = lambda n: decide(dataclasses.replace(settings, ctx=n * chunk), plan.machine, plan.model_config).fits
     low, high = 0, LONGEST // chunk
     while low < high:

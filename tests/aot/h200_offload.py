@@ -1,9 +1,9 @@
-"""Compiles a whole step with the pools of all layers in host memory for an H200; no GPU is needed.
+"""Compiles a whole step with pools in host memory for an H200; no GPU is needed.
 
-    XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m tests.aot.h200_offload 262144 1048576
+    XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m tests.aot.h200_offload "dict(hbm_layers=0)" 262144 1048576
 
-Prints, for each context, its bytes in the GPU's memory (arguments, results, temporaries), those of temporaries on the
-host, and what else touches the pools there.
+Prints, for each context, its bytes in the GPU's memory (arguments, results, temporaries), those of the plan, those of
+temporaries on the host, what else touches the pools there, and copies of pools.
 """
 
 import functools
@@ -13,20 +13,22 @@ import jax
 import jax.numpy as jnp
 
 import oomb_jax
+from oomb_jax.plan import Job, account
+from oomb_jax.train.compiled import pool_copies
 from tests.aot.h200 import array, compiled
 from tests.aot.h200_page_move import touches_host
 
 
-def main(contexts: list[int]) -> None:
+def main(contexts: list[int], **settings) -> None:
     """Compiles Top-K attention of qwen2.5-7b, with the least memory."""
     # The pools below are those of the default device, a CPU, where there is one memory; here they get the other.
     config = oomb_jax.Config(
         attention=oomb_jax.TopK(pages=64),
-        hbm_layers=0,
         implementation="mosaic",
         remat="full",
         grad_dtype="bfloat16",
         kv_grad_dtype="bfloat16",
+        **settings,
     )
     on = lambda tree, memory=None: jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype, memory=memory), tree)
     model = oomb_jax.models.abstract("qwen2.5-7b")
@@ -34,17 +36,20 @@ def main(contexts: list[int]) -> None:
     for context in contexts:
         pools = jax.eval_shape(lambda model, context=context: oomb_jax.create_pools(model, context, config), model)
         assert pools.host is not None
-        host = on(pools.host, "pinned_host")._replace(touched=on(pools.host.touched))
+        away = {name: on(getattr(pools.host, name), "pinned_host") for name in ("k", "v", "dk", "dv")}
+        host = on(pools.host)._replace(**away)
         ids = array(context, dtype=jnp.int32)
         executable = compiled(step, on(model), on(pools)._replace(host=host), ids, ids, donate_argnums=1)
         memory, text = executable.memory_analysis(), executable.as_text()
         print("context:", context)
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         print("device:", held + memory.temp_size_in_bytes)
+        print("planned:", account(Job(model=model, config=config, ctx=context)).hbm["total"])
         print("host temporaries:", memory.host_temp_size_in_bytes)
         print("host not in place:", memory.host_argument_size_in_bytes - memory.host_alias_size_in_bytes)
         print("on the host:", [line.strip()[:200] for line in text.splitlines() if touches_host(line)])
+        print("copied:", pool_copies(text, pools))
 
 
 if __name__ == "__main__":
-    main([int(context) for context in sys.argv[1:]])
+    main([int(context) for context in sys.argv[2:]], **eval(sys.argv[1]))

@@ -22,13 +22,6 @@ GOLDEN = Path(__file__).parent / "golden" / "reference_dense"
 step = jax.jit(oomb_jax.value_and_grad, static_argnames="config", donate_argnames="pools")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def programs():
-    """Compiled programs are dropped at the end: each holds memory maps, of which Linux gives a process 65,530."""
-    yield
-    jax.clear_caches()
-
-
 def widened(x, page, T):
     """[n S, M, H] as a pool gives it back: float8 of the first T tokens, times the scale of a page and head."""
     pages = x.reshape(-1, page, *x.shape[1:]).swapaxes(1, 2)

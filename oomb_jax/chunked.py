@@ -26,9 +26,20 @@ from oomb_jax.chunk import Chunk
 from oomb_jax.config import Config
 from oomb_jax.loss import embed_gradient, head_gradient, head_losses
 from oomb_jax.parts import add, join, key_shape, layer_at, layer_count, split, zero_gradients
-from oomb_jax.placement import Group, Pages, attention, attention_vjp, groups, later_gradients, mass, pages, write
+from oomb_jax.placement import (
+    Group,
+    Pages,
+    attention,
+    attention_vjp,
+    fetched,
+    groups,
+    later_gradients,
+    mass,
+    pages,
+    write,
+)
 from oomb_jax.pools import Pools, check_pools, clear_gradients
-from oomb_jax.selection import representatives
+from oomb_jax.selection import Staging, representatives, stage
 from oomb_jax.sequence import Sequence, check_batch, cut, loss_weight, segments_ordered, top_k
 from oomb_jax.shapes import (
     Hidden,
@@ -279,27 +290,28 @@ def _layers_recompute(layers: Any, chunk: Chunk, pools: Pools, h: Hidden) -> tup
     """All layers again, keeping for the backward pass what `config.remat` says, a stack for each group of layers."""
     remat = _remat(chunk.config)
 
-    def body(group, carry):
+    def body(group, carry, coming):
         l, h, ahead = carry
         layer = layer_at(layers, l)
-        here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, 1)
+        here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, coming)
         inputs = remat(lambda layer, h: layer.attention_inputs(h, chunk.positions))
         (q, k, v), inputs_vjp = jax.vjp(inputs, layer, h, saveable_args=False)
         o, lse = attention(chunk, here, q, k, v)
         output = remat(lambda layer, h, o: layer.attention_output(h, o))
         result, output_vjp = jax.vjp(output, layer, h, o, saveable_args=False)
-        if ahead is not None:  # the fetch may take as long as the layer computes
-            result, ahead = lax.optimization_barrier((result, ahead))
         # Without the barrier XLA fuses a kernel with the write of its result into the stack, and where that result has
-        # another use runs the kernel a second time for it.
-        return (l + 1, result, ahead), lax.optimization_barrier(_Saved(h, inputs_vjp, q, k, v, o, lse, output_vjp))
+        # another use runs the kernel a second time for it. The fetch may take as long as the layer computes: it ends
+        # here, and XLA begins it early only if that write is not under way in the meantime.
+        keep = _Saved(h, inputs_vjp, q, k, v, o, lse, output_vjp)
+        (result, ahead), keep = lax.optimization_barrier(((result, ahead), keep))
+        return (l + 1, result, ahead), keep
 
     saved = []
     for group in groups(pools):
-        ahead = _first_ahead(pools, group, chunk, group.start)
-        step = lambda carry, _, group=group: body(group, carry)
+        ahead, coming = _fetch_ahead(pools, group, chunk, 1)
+        step = lambda carry, coming, group=group: body(group, carry, coming)
         carry = jnp.int32(group.start), h, ahead
-        (_, h, _), stack = lax.scan(step, carry, None, length=group.stop - group.start)
+        (_, h, _), stack = lax.scan(step, carry, coming, length=group.stop - group.start)
         saved.append(stack)
     return h, saved
 
@@ -307,10 +319,10 @@ def _layers_recompute(layers: Any, chunk: Chunk, pools: Pools, h: Hidden) -> tup
 def _layers_backward(layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, saved: list[_Saved], grads: Any):
     """Back through all layers: the gradient of the chunk's embeddings, the pools, the layers' gradients."""
 
-    def body(group, carry, s):
+    def body(group, carry, s, coming):
         l, dh, pools, grads, ahead = carry
         layer = layer_at(layers, l)
-        here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, -1)
+        here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, coming)
         d_output, dh, do = s.output_vjp.replace(args_res=[layer, s.h, s.o])(dh)
         if group.staged:
             # Read before the update, of other pages; the barrier keeps XLA from copying the pool for it.
@@ -327,25 +339,45 @@ def _layers_backward(layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, saved:
 
     for group, stack in reversed(list(zip(groups(pools), saved, strict=True))):
         last = group.stop - 1
-        carry = jnp.int32(last), dh, pools, grads, _first_ahead(pools, group, chunk, last)
-        step = lambda carry, s, group=group: (body(group, carry, s), None)
-        _, dh, pools, grads, _ = lax.scan(step, carry, stack, reverse=True)[0]
+        ahead, coming = _fetch_ahead(pools, group, chunk, -1)
+        carry = jnp.int32(last), dh, pools, grads, ahead
+        step = lambda carry, x, group=group: (body(group, carry, *x), None)
+        _, dh, pools, grads, _ = lax.scan(step, carry, (stack, coming), reverse=True)[0]
     return dh, pools, grads
 
 
-def _first_ahead(pools: Pools, group: Group, chunk: Chunk, l: int) -> Pages | None:
-    """The pages of the first layer of a loop where they must be fetched; None where they are at hand."""
-    return pages(pools, group, jnp.int32(l), _chosen(pools, chunk, l)) if group.staged else None
+class _Coming(NamedTuple):
+    """What a staged layer fetches while it computes: the pages of the layer after it."""
+
+    l: Int[Array, ""]
+    slots: Staging
 
 
-def _here_and_ahead(pools: Pools, group: Group, chunk: Chunk, l, ahead: Pages | None, step: int):
+def _fetch_ahead(pools: Pools, group: Group, chunk: Chunk, step: int) -> tuple[Pages | None, _Coming | None]:
+    """The pages of the first layer of a loop, and for each of its layers, in rising order, what is fetched meanwhile.
+    Nothing where pages are at hand.
+
+    All slots are made before the loop, and its index comes with them: XLA lets an index that a loop counts up wait for
+    everything that reads the old one, and so would the fetch.
+    """
+    if not group.staged:
+        return None, None
+    P, n = group.held(pools).k.shape[1], group.stop - group.start
+    layers = group.start + iota(n)
+    slots = jax.vmap(lambda l: stage(_chosen(pools, chunk, l), P))(layers)
+    first = 0 if step > 0 else n - 1
+    ahead = fetched(pools, group, layers[first], jax.tree.map(lambda x: x[first], slots))
+    # After the last there is nothing to fetch.
+    coming = jax.tree.map(lambda x: jnp.roll(x, -step, axis=0), _Coming(layers, slots))
+    none = coming.slots.pages.at[n - 1 - first].set(-1)
+    return ahead, coming._replace(slots=coming.slots._replace(pages=none))
+
+
+def _here_and_ahead(pools: Pools, group: Group, chunk: Chunk, l, ahead: Pages | None, coming: _Coming | None):
     """The pages of layer l, and those of the next one, which are fetched while l computes."""
-    if ahead is None:
+    if ahead is None or coming is None:
         return pages(pools, group, l, _chosen(pools, chunk, l)), None
-    following = jnp.clip(l + step, group.start, group.stop - 1)
-    # Beyond the end there is nothing to fetch.
-    table = jnp.where(following == l, -1, _chosen(pools, chunk, following))
-    return ahead, pages(pools, group, following, table)
+    return ahead, fetched(pools, group, coming.l, coming.slots)
 
 
 def _chosen(pools: Pools, chunk: Chunk, l) -> Int[Array, "R *M K"]:

@@ -21,7 +21,7 @@ from oomb_jax.chunk import Chunk
 from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, on_copy_stream, quantise, store_pages
 from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
 from oomb_jax.pools import LayerPools, Pools
-from oomb_jax.selection import attention_mass, stage
+from oomb_jax.selection import Staging, attention_mass, stage
 from oomb_jax.shapes import Keys, Pool, Queries, Values, accumulator, iota
 
 Table = Int[Array, "R *M K"]
@@ -86,10 +86,15 @@ def groups(pools: Pools) -> list[Group]:
 
 def pages(pools: Pools, group: Group, l: Int[Array, ""], table: Table) -> Pages:
     """The pages of a table, fetched if the layer is staged."""
+    held = group.held(pools)
+    if group.staged:
+        return fetched(pools, group, l, stage(table, held.k.shape[1]))
+    return Pages(held.k, held.v, l - group.start, table, None)
+
+
+def fetched(pools: Pools, group: Group, l: Int[Array, ""], slots: Staging) -> Pages:
+    """Pages of a staged layer, each in its slot."""
     held, layer = group.held(pools), l - group.start
-    if not group.staged:
-        return Pages(held.k, held.v, layer, table, None)
-    slots = stage(table, held.k.shape[1])
     both = (held.k, held.k_scale), (held.v, held.v_scale)
     k, v = (fetch(pool, layer, slots.pages, scales=scales)[None] for pool, scales in both)
     return Pages(k, v, jnp.int32(0), slots.table, slots.pages)

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from oomb_jax.chunk import Chunk
 from oomb_jax.config import Config
+from oomb_jax.forward import Filling, forward, together
 from oomb_jax.loss import embed_gradient, head_gradient, head_losses
 from oomb_jax.parts import add, join, key_shape, layer_at, layer_count, split, zero_gradients
 from oomb_jax.placement import (
@@ -34,12 +35,10 @@ from oomb_jax.placement import (
     fetched,
     groups,
     later_gradients,
-    mass,
     pages,
-    write,
 )
 from oomb_jax.pools import Pools, check_pools, clear_gradients
-from oomb_jax.selection import Staging, representatives, stage
+from oomb_jax.selection import Staging, stage
 from oomb_jax.sequence import Sequence, check_batch, cut, loss_weight, segments_ordered, top_k
 from oomb_jax.shapes import (
     Hidden,
@@ -133,14 +132,6 @@ def token_losses(
     return losses.reshape(tokens.shape[0], -1)[:, : tokens.shape[1]].reshape(shape), pools
 
 
-class Filling(NamedTuple):
-    """What the fill pass hands on from a chunk to the next."""
-
-    pools: Pools
-    representatives: Float[Array, "L P M H"] | None
-    """What Top-K attention scores the pages by; the reverse pass does not need it."""
-
-
 class Carry(NamedTuple):
     """What the reverse pass hands on from a chunk to the one before it."""
 
@@ -169,12 +160,16 @@ def fill(model: Any, filling: Filling, sequence: Sequence, config: Config, chunk
     pages that they choose. Activations are dropped, and the last layer stops at its keys and values."""
     outer, layers = split(model)
 
-    def one(filling, c):
-        chunk = Chunk.of(sequence, c, config)
-        return _layers_forward(layers, chunk, filling, outer.embed(sequence.tokens[c]), last_output=False)[1], None
+    def some(filling, numbers):
+        one_or_two = [Chunk.of(sequence, c, config) for c in numbers]
+        h = [outer.embed(sequence.tokens[c]) for c in numbers]
+        return forward(layers, one_or_two, filling, h, last_output=False)[1], None
 
+    size = together(filling.pools)
+    most, rest = jnp.split(chunks, [len(chunks) // size * size])
     with jax.named_scope("fill"):
-        return lax.scan(one, filling, chunks)[0]
+        filling, _ = lax.scan(some, filling, most.reshape(-1, size))
+        return lax.scan(some, filling, rest[:, None])[0]
 
 
 def evaluate(
@@ -185,7 +180,7 @@ def evaluate(
 
     def one(filling, c):
         chunk = Chunk.of(sequence, c, config)
-        h, filling = _layers_forward(layers, chunk, filling, outer.embed(sequence.tokens[c]), last_output=True)
+        (h,), filling = forward(layers, [chunk], filling, [outer.embed(sequence.tokens[c])], last_output=True)
         return filling, head_losses(outer, h, sequence.labels[c])
 
     return lax.scan(one, filling, chunks)
@@ -240,52 +235,6 @@ class _Saved(NamedTuple):
     output_vjp: Any
 
 
-def _layers_forward(layers: Any, chunk: Chunk, filling: Filling, h: Hidden, *, last_output: bool):
-    """All layers: their result, and the pools with the chunk's keys, values and choices.
-
-    The layers are looped over by an index that is carried: a scan over some of them would copy their weights.
-    """
-
-    def inputs(group, l, h, filling):
-        """Queries, keys, values and the table of a layer, and what is kept of its choice."""
-        q, k, v = layer_at(layers, l).attention_inputs(h, chunk.positions)
-        means = filling.representatives
-        table = chunk.choose(None if means is None else means[l], q)
-        if means is not None:
-            own, zero = representatives(k, chunk.config.page)[None], jnp.int32(0)
-            filling = filling._replace(
-                representatives=lax.dynamic_update_slice(means, own, (l, chunk.first_page, zero, zero))
-            )
-        pools = filling.pools
-        if chunk.top_k is not None and pools.selection is not None:
-            # What is written waits for what was read to measure the mass: else XLA would copy the pools for it.
-            found, k, v = lax.optimization_barrier((mass(pools, group, l, chunk, table, q, k), k, v))
-            pools = pools._replace(
-                selection=pools.selection.at[chunk.number, l].set(table), mass=pools.mass.at[l].set(found)
-            )
-        return (q, k, v), table, filling._replace(pools=pools)
-
-    def body(group, carry):
-        l, h, filling = carry
-        (q, k, v), table, filling = inputs(group, l, h, filling)
-        o, _ = attention(chunk, pages(filling.pools, group, l, table), q, k, v)
-        h = layer_at(layers, l).attention_output(h, o)
-        # Written when the kernel has read: else XLA would keep a copy of the pools for it.
-        k, v, h = lax.optimization_barrier((k, v, h))
-        return l + 1, h, filling._replace(pools=write(filling.pools, group, l, chunk, k, v))
-
-    found = groups(filling.pools)
-    l = jnp.int32(0)
-    for group in found:
-        layers_here = group.stop - group.start - (group is found[-1] and not last_output)
-        step = lambda carry, _, group=group: (body(group, carry), None)
-        (l, h, filling), _ = lax.scan(step, (l, h, filling), None, length=layers_here)
-    if not last_output:
-        (_, k, v), _, filling = inputs(found[-1], l, h, filling)
-        filling = filling._replace(pools=write(filling.pools, found[-1], l, chunk, k, v))
-    return h, filling
-
-
 def _layers_recompute(layers: Any, chunk: Chunk, pools: Pools, h: Hidden) -> tuple[Hidden, list[_Saved]]:
     """All layers again, keeping for the backward pass what `config.remat` says, a stack for each group of layers."""
     remat = _remat(chunk.config)
@@ -303,7 +252,9 @@ def _layers_recompute(layers: Any, chunk: Chunk, pools: Pools, h: Hidden) -> tup
         # another use runs the kernel a second time for it. The fetch may take as long as the layer computes: it ends
         # here, and XLA begins it early only if that write is not under way in the meantime.
         keep = _Saved(h, inputs_vjp, q, k, v, o, lse, output_vjp)
-        (result, ahead), keep = lax.optimization_barrier(((result, ahead), keep))
+        if ahead is None:
+            return (l + 1, result, None), lax.optimization_barrier(keep)
+        result, ahead, keep = lax.optimization_barrier((result, ahead, keep))
         return (l + 1, result, ahead), keep
 
     saved = []

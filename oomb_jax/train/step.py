@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from oomb_jax.chunked import Carry, evaluate, fill, fill_chunks, reverse, start_filling
 from oomb_jax.compiler import COMPILER_OPTIONS
 from oomb_jax.config import Config
+from oomb_jax.forward import together
 from oomb_jax.parts import key_shape, zero_gradients
 from oomb_jax.pools import Pools, clear_gradients, pool_shapes
 from oomb_jax.selection import statistics
@@ -78,9 +79,11 @@ class Step:
             sequence = self._cut(batch, b)
             with _Window(report, b) as window:
                 filling = self.pieces["begin"](pools)
-                for c in range(total := fill_chunks(sequence, self.config)):
-                    filling, done = self.pieces["fill"](model, filling, sequence, _index(c))
-                    window.add("fill", c + 1, total, done)
+                total, size = fill_chunks(sequence, self.config), together(pools)
+                for c in range(0, total, size):
+                    numbers = np.arange(c, min(c + size, total), dtype=np.int32)
+                    filling, done = self.pieces[f"fill {len(numbers)}"](model, filling, sequence, numbers)
+                    window.add("fill", c + len(numbers), total, done)
                 carry, shares = Carry(pools=filling.pools, grads=grads), []
                 del filling  # what only the fill pass needs makes room for the reverse pass
                 for c in reversed(range(sequence.chunks)):
@@ -173,8 +176,8 @@ def compile_step(
     def begin(pools):
         return start_filling(model, clear_gradients(pools), sequence, config)
 
-    def fill_one(model, filling, sequence, c):
-        return fill(model, filling, sequence, config, c), c + 1
+    def fill_some(model, filling, sequence, chunks):
+        return fill(model, filling, sequence, config, chunks), chunks[-1]
 
     def reverse_one(model, carry, sequence, weight, c):
         return reverse(model, carry, sequence, weight, config, c)
@@ -186,11 +189,15 @@ def compile_step(
         "cut": compile(functools.partial(cut, config=config), row, row, segments),
         "zero": compile(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)),
         "begin": compile(begin, pools, donate_argnums=0),
-        "fill": compile(fill_one, model, filling, sequence, chunk, donate_argnums=1),
         "reverse": compile(reverse_one, model, carry, sequence, weight, chunk, donate_argnums=1),
         # With float32 masters the old model is not read; kept all the same, its memory becomes the new one's.
         "update": compile(optimizer.update, model, grads, state, donate_argnums=(0, 2), keep_unused=True),
     }
+    # The fill pass takes some chunks at a time, and in the end those that are left.
+    total, size = fill_chunks(sequence, config), together(pools)
+    for count in {min(size, total), total % size} - {0}:
+        chunks = jax.ShapeDtypeStruct((count,), jnp.int32)
+        pieces[f"fill {count}"] = compile(fill_some, model, filling, sequence, chunks, donate_argnums=1)
     if pools.selection is not None:
         tell = functools.partial(statistics, page=config.page)
         pieces["selection"] = compile(tell, pools.selection, pools.mass)

@@ -81,9 +81,10 @@ class Step:
                 filling = self.pieces["begin"](pools)
                 total, size = fill_chunks(sequence, self.config), together(pools)
                 for c in range(0, total, size):
-                    numbers = np.arange(c, min(c + size, total), dtype=np.int32)
-                    filling, done = self.pieces[f"fill {len(numbers)}"](model, filling, sequence, numbers)
-                    window.add("fill", c + len(numbers), total, done)
+                    chunks = np.arange(c, min(c + size, total), dtype=np.int32)
+                    piece = self.pieces["fill" if c + size <= total or not c else "fill_rest"]
+                    filling, done = piece(model, filling, sequence, chunks)
+                    window.add("fill", c + len(chunks), total, done)
                 carry, shares = Carry(pools=filling.pools, grads=grads), []
                 del filling  # what only the fill pass needs makes room for the reverse pass
                 for c in reversed(range(sequence.chunks)):
@@ -182,6 +183,8 @@ def compile_step(
     def reverse_one(model, carry, sequence, weight, c):
         return reverse(model, carry, sequence, weight, config, c)
 
+    total, size = fill_chunks(sequence, config), together(pools)
+    chunks = jax.ShapeDtypeStruct((min(size, total),), jnp.int32)
     carry = Carry(pools=pools, grads=grads)
     filling = jax.eval_shape(begin, pools)._replace(pools=pools)
     pieces = {
@@ -189,15 +192,14 @@ def compile_step(
         "cut": compile(functools.partial(cut, config=config), row, row, segments),
         "zero": compile(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)),
         "begin": compile(begin, pools, donate_argnums=0),
+        "fill": compile(fill_some, model, filling, sequence, chunks, donate_argnums=1),
         "reverse": compile(reverse_one, model, carry, sequence, weight, chunk, donate_argnums=1),
         # With float32 masters the old model is not read; kept all the same, its memory becomes the new one's.
         "update": compile(optimizer.update, model, grads, state, donate_argnums=(0, 2), keep_unused=True),
     }
-    # The fill pass takes some chunks at a time, and in the end those that are left.
-    total, size = fill_chunks(sequence, config), together(pools)
-    for count in {min(size, total), total % size} - {0}:
-        chunks = jax.ShapeDtypeStruct((count,), jnp.int32)
-        pieces[f"fill {count}"] = compile(fill_some, model, filling, sequence, chunks, donate_argnums=1)
+    if total % size and total > size:
+        rest = jax.ShapeDtypeStruct((total % size,), jnp.int32)
+        pieces["fill_rest"] = compile(fill_some, model, filling, sequence, rest, donate_argnums=1)
     if pools.selection is not None:
         tell = functools.partial(statistics, page=config.page)
         pieces["selection"] = compile(tell, pools.selection, pools.mass)

@@ -11,7 +11,7 @@ that step alone: weights, gradients, pools and everything temporary.
 
 The figures are added to those that the JSON file already holds; then all of them are printed as a table and drawn. The
 share of the peak counts the operations that the gradient needs (6 for each parameter and token, and the causal half of
-attention), not those that are computed again.
+attention), not those that are computed again; also with Top-K, which computes less, so there the table leaves it out.
 
 What Top-K costs hangs on what it chooses, so `--selection` can force the two ends: `random`, every query page other
 pages, nearly disjoint where there are many; `same`, all query pages of a chunk the same ones. Pages are scored all the
@@ -42,7 +42,7 @@ from oomb_jax.config import Remat
 from oomb_jax.train.metrics import model_flops, peak_flops
 
 GIB = 2**30
-COLOURS = {"chunked": "#0072B2", "parallel": "#D55E00"}
+COLOURS = {"dense": "#0072B2", "topk": "#009E73", "parallel": "#D55E00"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,7 +221,7 @@ def table(records: list[dict[str, Any]]) -> Table:
     title = f"{records[-1]['model']} on {records[-1]['device']}"
     result = Table(*columns, "distinct pages", "pages moved (GB)", title=title)
     for r in sorted(records, key=lambda r: (label(r), r["context"])):
-        share = "" if r["share_of_peak"] is None else f"{r['share_of_peak']:.1%}"
+        share = "" if r["share_of_peak"] is None or r["attention"] == "topk" else f"{r['share_of_peak']:.1%}"
         figures = f"{r['seconds']:.2f}", f"{r['tokens_per_second']:,.0f}", share, f"{r['memory_gib']:.1f}"
         pages = "", ""
         if "distinct_pages" in r:
@@ -231,13 +231,16 @@ def table(records: list[dict[str, Any]]) -> Table:
 
 
 def draw(records: list[dict[str, Any]]) -> Figure:
-    """Left, speed by context; right, memory by context."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    """Left, speed by context; right, memory by context. Forced selections lie on the line of the model's: left out."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    styles = iter(("-", "--", ":", "-.") * 4)
-    for name in sorted({label(r) for r in records}):
-        line = sorted((r for r in records if label(r) == name), key=lambda r: r["context"])
-        style = {"color": COLOURS[line[0]["method"]], "linestyle": next(styles), "marker": "o", "label": name}
+    shown = [r for r in records if r["selection"] == "model"]
+    looks = {kind: iter([*zip(("-", "--", ":", "-."), "osD^", strict=True)] * 4) for kind in COLOURS}
+    for name in sorted({label(r) for r in shown}):
+        line = sorted((r for r in shown if label(r) == name), key=lambda r: r["context"])
+        kind = "parallel" if line[0]["method"] == "parallel" else line[0]["attention"]
+        dashes, marker = next(looks[kind])
+        style = {"color": COLOURS[kind], "linestyle": dashes, "marker": marker, "label": name}
         for one, key in (left, "tokens_per_second"), (right, "memory_gib"):
             one.plot([r["context"] for r in line], [r[key] for r in line], **style)
     for one, title in (left, "tokens per second"), (right, "peak memory (GiB)"):
@@ -249,7 +252,7 @@ def draw(records: list[dict[str, Any]]) -> Figure:
         one.set_ylabel(title)
         one.spines[["top", "right"]].set_visible(False)
         one.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    right.legend(frameon=False, fontsize=8)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     figure.suptitle(f"{records[-1]['model']}, one gradient, {records[-1]['device']}", fontsize=10)
     return figure
 

@@ -12,9 +12,10 @@ looks at the token before, the second finds the place where that pair was seen. 
 short distances first; a distance that is solved is doubled, until it is half of `--ctx`. Shorter copies share a
 sequence as documents that do not attend to each other.
 
-A token counts as right where the model gives it more than half of the probability. On two CPU cores:
+A token counts as right where the model gives it more than half of the probability. On two CPU cores, and on an H200:
 
     python benchmarks/copy_task.py dense --ctx 1024 --chunk 128 --page 16 --block 2048 --out runs/copy-small
+    python benchmarks/copy_task.py dense --block 32768 --dtype bfloat16
 """
 
 import dataclasses

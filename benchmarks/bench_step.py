@@ -39,6 +39,7 @@ from rich.table import Table
 from selections import forced, page_traffic
 
 from oomb_jax.config import Remat
+from oomb_jax.selection import attention_share
 from oomb_jax.train.metrics import model_flops, peak_flops
 
 GIB = 2**30
@@ -146,12 +147,16 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
     seconds = statistics.median(run() for _ in range(settings.steps))
     sizes = model.config
     matrices = sum(x.size for x in jax.tree.leaves(model.layers)) + sizes.vocab_size * sizes.hidden_size
+    share = 1.0
+    if pools is not None and pools.selection is not None:
+        share = float(attention_share(pools.selection, config.page))
     flops = model_flops(
         parameters=matrices,
         layers=sizes.num_hidden_layers,
         query_heads=sizes.num_attention_heads,
         head_dim=sizes.head_dim,
         tokens=context,
+        attention_share=share,
     )
     device = jax.devices()[0]
     peak = peak_flops(device)
@@ -221,7 +226,7 @@ def table(records: list[dict[str, Any]]) -> Table:
     title = f"{records[-1]['model']} on {records[-1]['device']}"
     result = Table(*columns, "distinct pages", "pages moved (GB)", title=title)
     for r in sorted(records, key=lambda r: (label(r), r["context"])):
-        share = "" if r["share_of_peak"] is None or r["attention"] == "topk" else f"{r['share_of_peak']:.1%}"
+        share = "" if r["share_of_peak"] is None else f"{r['share_of_peak']:.1%}"
         figures = f"{r['seconds']:.2f}", f"{r['tokens_per_second']:,.0f}", share, f"{r['memory_gib']:.1f}"
         pages = "", ""
         if "distinct_pages" in r:

@@ -17,7 +17,8 @@ _LINES = (
     re.compile(r"(?<![\d.|])(?P<context>\d+)\s*\|\s*(?P<seconds>[\d.]+)\s*\|\s*(?P<mib>[\d.]+)\s*$"),
 )
 _FIGURES = ("context", "seconds", "tokens_per_second", "share_of_peak", "memory_gib", "compile_seconds")
-_NO_SETTING = (*_FIGURES, "device", "jax", "date", "steps", "profile")
+_TOLD = ("profile", "distinct_pages", "gigabytes", "gradient_pages")
+_NO_SETTING = (*_FIGURES, *_TOLD, "device", "jax", "date", "steps")
 
 
 class Figures(NamedTuple):

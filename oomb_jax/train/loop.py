@@ -218,7 +218,9 @@ class Loop:
             raise NonFinite(f"step {number}: the gradient's norm is {norm}")
         training.step = number
         seconds = time.monotonic() - begun
-        line = self.measurements(float(losses.sum()), norm, rate, seconds) | run.step.selection(training.pools)
+        choice = run.step.selection(training.pools)
+        share = choice.get("attention_share", 1.0)
+        line = self.measurements(float(losses.sum()), norm, rate, seconds, share) | choice
         self.writer.write(number, line)
         self.progress.finish_step(line, log=number % settings.log_every == 0 or number == settings.steps)
 
@@ -247,11 +249,13 @@ class Loop:
             )
         self.signals.check()
 
-    def measurements(self, loss: float, norm: float, rate: float, seconds: float) -> dict[str, Any]:
+    def measurements(
+        self, loss: float, norm: float, rate: float, seconds: float, attention_share: float
+    ) -> dict[str, Any]:
         """The line of a step in metrics.jsonl."""
         run = self.run_
         tokens = run.settings.batch * run.settings.ctx
-        flops = run.settings.batch * step_flops(run) / seconds
+        flops = run.settings.batch * step_flops(run, attention_share) / seconds
         line = {
             "loss": loss,
             "learning_rate": rate,
@@ -369,8 +373,8 @@ def resume_command(settings: TrainConfig) -> str:
     return f"{shlex.quote(str(python))} -m oomb_jax.train --config {file} --resume"
 
 
-def step_flops(run: Run) -> float:
-    """Model FLOP of one sequence's training step."""
+def step_flops(run: Run, attention_share: float) -> float:
+    """Model FLOP of one sequence's training step, with that share of dense attention."""
     config = run.model_config
     lookup = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return metrics.model_flops(
@@ -379,6 +383,7 @@ def step_flops(run: Run) -> float:
         query_heads=config.num_attention_heads,
         head_dim=config.head_dim,
         tokens=run.settings.ctx,
+        attention_share=attention_share,
     )
 
 

@@ -327,11 +327,14 @@ def peak_flops(device: Device) -> float | None:
     return next((peak for pattern, peak in _PEAK_FLOPS if re.fullmatch(pattern, kind)), None)
 
 
-def model_flops(*, parameters: int, layers: int, query_heads: int, head_dim: int, tokens: int) -> float:
-    """FLOP that one training step on a causal sequence of T tokens needs: `6 P T + 6 L N H T^2`.
+def model_flops(
+    *, parameters: int, layers: int, query_heads: int, head_dim: int, tokens: int, attention_share: float = 1.0
+) -> float:
+    """FLOP that one training step on a causal sequence of T tokens needs: `6 P T + 6 L N H T^2`, of the attention
+    part `attention_share`.
 
     `parameters` P counts those that multiply: a table that only looks tokens up is left out, a tied one counts once, as
     the output head. The count is that of PaLM (arXiv 2204.02311, appendix B), 6P + 12 L N H T per token, its attention
     part halved as the mask leaves out half of the products. What is computed again to save memory does not count.
     """
-    return 6.0 * parameters * tokens + 6.0 * layers * query_heads * head_dim * float(tokens) ** 2
+    return 6.0 * parameters * tokens + 6.0 * layers * query_heads * head_dim * float(tokens) ** 2 * attention_share

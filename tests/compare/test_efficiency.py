@@ -22,7 +22,7 @@ def test_figures_of_a_log_and_of_a_benchmark(tmp_path):
     (tmp_path / "dense.log").write_text(LOG)
     records = [
         RECORD,
-        RECORD | {"context": 32768, "seconds": 5.0, "steps": 3},
+        RECORD | {"context": 32768, "seconds": 5.0, "steps": 3, "distinct_pages": 9.5, "gigabytes": {"fill": 1}},
         RECORD | {"remat": "full", "seconds": 20},
     ]
     (tmp_path / "step.json").write_text(json.dumps(records))

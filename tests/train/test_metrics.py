@@ -212,8 +212,10 @@ def test_model_flops_is_the_products_of_forward_and_backward():
     no_attention = 6.0 * L * 4 * D * N * H * T
     # The mask of a causal model leaves out half of attention's products.
     expected = no_attention + (everything - no_attention) / 2
-    actual = metrics.model_flops(parameters=L * 4 * D * N * H, layers=L, query_heads=N, head_dim=H, tokens=T)
-    assert actual == expected
+    sizes = {"parameters": L * 4 * D * N * H, "layers": L, "query_heads": N, "head_dim": H, "tokens": T}
+    assert metrics.model_flops(**sizes) == expected
+    quarter = metrics.model_flops(**sizes, attention_share=0.25)
+    assert quarter == no_attention + (expected - no_attention) / 4
 
 
 def test_memory():

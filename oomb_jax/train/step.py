@@ -191,10 +191,11 @@ def compile_step(
         "weight": compile(functools.partial(loss_weight, dtype=dtype), labels),
         "cut": compile(functools.partial(cut, config=config), row, row, segments),
         "zero": compile(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)),
-        "begin": compile(begin, pools, donate_argnums=0),
+        # The old gradients are not read; kept all the same, their memory becomes that of the new ones.
+        "begin": compile(begin, pools, donate_argnums=0, keep_unused=True),
         "fill": compile(fill_some, model, filling, sequence, chunks, donate_argnums=1),
         "reverse": compile(reverse_one, model, carry, sequence, weight, chunk, donate_argnums=1),
-        # With float32 masters the old model is not read; kept all the same, its memory becomes the new one's.
+        # So with the old model and float32 masters.
         "update": compile(optimizer.update, model, grads, state, donate_argnums=(0, 2), keep_unused=True),
     }
     if total % size and total > size:

@@ -26,7 +26,7 @@ from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
 from oomb_jax.train.data import Batch
 from oomb_jax.train.metrics import MetricsWriter, read_records
 from oomb_jax.train.optimizer import OptimizerConfig, build
-from oomb_jax.train.step import Evaluation, Step, compile_step
+from oomb_jax.train.step import Evaluation, Step, compile_step, tree_bytes
 from tests.gradients import gradient_error, random_batch, random_model
 from tests.tolerance import F32_GRADIENT, GOLDEN_LOSS
 
@@ -119,6 +119,18 @@ def test_a_step_in_pieces_is_value_and_grad(packed):
     fill, reverse = ([(p, i + 1, n, b) for i in range(n)] for p, n, b in (("fill", 3, 0), ("reverse", 4, 0)))
     assert seen[:7] == fill + reverse
     assert len(seen) == 14
+
+
+@pytest.mark.parametrize("attention", [oomb_jax.Dense(), oomb_jax.TopK(pages=2)], ids=["dense", "topk"])
+def test_the_pieces_of_a_step_hold_the_pools_once(attention):
+    model = random_model(np.random.default_rng(2), dtype=jnp.float32)
+    config = oomb_jax.Config(page=8, chunk=32, attention=attention)
+    step, _ = compile_step(model, build(OptimizerConfig(), model), config, batch=1, ctx=200, packed=False)
+    pools = tree_bytes(oomb_jax.create_pools(model, 200, config))
+    for name in "begin", "fill", "reverse":
+        memory = step.pieces[name].memory_analysis()
+        assert memory.alias_size_in_bytes >= pools, name
+        assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 0.1 * pools, name
 
 
 @pytest.mark.parametrize(

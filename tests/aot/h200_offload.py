@@ -3,10 +3,11 @@
     XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m tests.aot.h200_offload "dict(hbm_layers=0)" 262144 1048576
 
 Prints, for each context, its bytes in the GPU's memory (arguments, results, temporaries), those of the plan, those of
-temporaries on the host, what else touches the pools there, and copies of pools.
+temporaries on the host, what else touches the pools there, copies of pools, and what runs beside every fetch.
 """
 
 import functools
+import re
 import sys
 
 import jax
@@ -49,6 +50,28 @@ def main(contexts: list[int], **settings) -> None:
         print("host not in place:", memory.host_argument_size_in_bytes - memory.host_alias_size_in_bytes)
         print("on the host:", [line.strip()[:200] for line in text.splitlines() if touches_host(line)])
         print("copied:", pool_copies(text, pools))
+        for scope, counts in hidden(text).items():
+            print(f"products beside a fetch, {scope}:", *counts)
+
+
+def hidden(text: str) -> dict[str, list[int]]:
+    """Of every fetch in a loop over layers, by pass: the products and attention kernels between its begin and its end,
+    in the order in which the compiled program starts them."""
+    counts, begun = {}, {}
+    for line in text.splitlines():
+        if line.endswith("{"):  # another computation
+            begun = {}
+        name, _, operation = line.strip().removeprefix("ROOT ").partition(" = ")
+        if re.search(r"__cublas|mosaic_gpu|calls=%dynamic-slice-fusion", operation):
+            begun = {start: count + 1 for start, count in begun.items()}
+        if "call-start(" in operation:
+            begun[name] = 0
+        if done := re.search(r"call-done\((%\S+)\).*/(fill/while/body/.*|recompute/|backward/)while/body/", operation):
+            # Not what updates a pool, reads the chunk's own 32 pages, or measures the mass.
+            staged = re.match(r"\w+\[(?!32,)\d+,\d+,\d+,\d+\]", operation) and "/cond/" not in operation
+            if staged:
+                counts.setdefault(done[2].split("/")[0], []).append(begun[done[1]])
+    return counts
 
 
 if __name__ == "__main__":

@@ -23,6 +23,11 @@ def device_bytes(settings: str, *contexts: int) -> tuple[list[int], list[int]]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     figures = lambda name: [int(x) for x in re.findall(rf"^{name}: (\d+)$", done.stdout, re.MULTILINE)]
+    for scope in "fill", "recompute", "backward":
+        # Attention, its output and the three products of the feed-forward block, or more.
+        beside = re.findall(rf"^products beside a fetch, {scope}: (.*)$", done.stdout, re.MULTILINE)
+        assert len(beside) == len(contexts)
+        assert all(int(count) >= 5 for counts in beside for count in counts.split()), done.stdout
     assert figures("context") == list(contexts)
     assert figures("host temporaries") == [0] * len(contexts)
     assert figures("host not in place") == [0] * len(contexts)

@@ -1,5 +1,7 @@
 """The key/value pools and their gradient pools: made once, passed through every step, updated in place by donation."""
 
+import math
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +15,12 @@ from oomb_jax.pallas_kernels.page_move.api import FLOAT8
 from oomb_jax.parts import key_shape, layer_count
 from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.shapes import Pool, accumulator
+
+PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""GiB of host memory that JAX may pin."""
+
+PINNED_DEFAULT = 64
+"""What it is where nobody says."""
 
 
 class LayerPools(NamedTuple):
@@ -81,7 +89,8 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
       more, for float8 2·L·P·M float32. Those in host memory are not initialised.
 
     Raises:
-      ValueError: ctx is below 1, the model has fewer layers than `hbm_layers`, or float8 for a float16 model.
+      ValueError: ctx is below 1, the model has fewer layers than `hbm_layers`, float8 for a float16 model, or more
+        in host memory than JAX may pin (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB).
     """
     if ctx < 1:
         raise ValueError(f"ctx={ctx}: a sequence has at least one token")
@@ -111,6 +120,8 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
             k=kv(), v=kv(), dk=gradient(), dv=gradient(), touched=touched, k_scale=scale(), v_scale=scale()
         )
 
+    if (host := jax.eval_shape(lambda: pools_of(L - resident, jnp.zeros, staged=True))) and _device().platform == "gpu":
+        check_pinned(sum(pool.size * pool.dtype.itemsize for pool in (host.k, host.v, host.dk, host.dv)))
     pools = Pools(
         hbm=pools_of(resident, jnp.zeros, staged=float8), host=pools_of(L - resident, _host_array, staged=True)
     )
@@ -125,9 +136,23 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
     )
 
 
+def check_pinned(needed: int) -> None:
+    """Raises ValueError where JAX may not pin so many bytes of host memory: it reads the limit when it starts."""
+    limit = float(os.environ.get(PINNED, PINNED_DEFAULT))
+    if needed > limit * 2**30:
+        raise ValueError(
+            f"pools of {needed / 2**30:.1f} GiB in host memory, where JAX may pin {limit:g}; before it starts, set "
+            f"{PINNED}={math.ceil(needed / 2**30) + 1}"
+        )
+
+
+def _device() -> Any:
+    return jax.config.jax_default_device or jax.devices()[0]
+
+
 def _host_array(shape: tuple[int, ...], dtype: Any) -> Array:
     """An array in pinned host memory, without passing through the GPU's. On a CPU there is one memory."""
-    device = jax.config.jax_default_device or jax.devices()[0]
+    device = _device()
     if device.platform == "cpu":
         return jnp.zeros(shape, dtype)
     return jax.jit(lambda: lax.empty(shape, dtype), out_shardings=_host(device))()
@@ -142,7 +167,7 @@ def _host(device: Any) -> jax.sharding.Sharding:
 def pool_shapes(model: Any, ctx: int, config: Config) -> Pools:
     """Shapes of what `create_pools` makes, with the memory that each array lies in, to compile for."""
     pools = jax.eval_shape(lambda model: create_pools(model, ctx, config), model)
-    device = jax.config.jax_default_device or jax.devices()[0]
+    device = _device()
     if pools.host is None or device.platform == "cpu":
         return pools
     arrays = {name: getattr(pools.host, name) for name in ("k", "v", "dk", "dv")}

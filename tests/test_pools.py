@@ -1,11 +1,12 @@
-"""Arrays in host memory are taken for such inside a jitted function, and stay there."""
+"""Pools in host memory: arrays are taken for such inside a jitted function and stay there; limits."""
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from oomb_jax.pallas_kernels.triton_call import in_host_memory
-from oomb_jax.pools import _host
+from oomb_jax.pools import PINNED, _host, check_pinned
 
 
 def test_arrays_in_host_memory_are_known_and_stay():
@@ -26,3 +27,12 @@ def test_arrays_in_host_memory_are_known_and_stay():
     )
     assert in_host_memory(compiled(again, x)[0])
     assert seen == [(True, False)] * 2
+
+
+def test_pools_that_jax_may_not_pin_are_refused(monkeypatch):
+    monkeypatch.delenv(PINNED, raising=False)
+    check_pinned(64 * 2**30)
+    with pytest.raises(ValueError, match=f"pools of 96.5 GiB .* may pin 64; .* set {PINNED}=98"):
+        check_pinned(96 * 2**30 + 2**29)
+    monkeypatch.setenv(PINNED, "98")
+    check_pinned(96 * 2**30 + 2**29)

@@ -18,15 +18,13 @@ from oomb_jax.config import Config
 from oomb_jax.models import hf_config
 from oomb_jax.plan import Machine, disk_for, host_available, this
 from oomb_jax.plan.machine import SYSTEM
+from oomb_jax.pools import PINNED
 from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.data import Data, check_vocabulary, longest, open_data, warn_of_repeats
 from oomb_jax.train.optimizer import Optimizer, build
 from oomb_jax.train.plan import Plan, decide, gib, pinned_limit, summary
 from oomb_jax.train.step import Memory, Step, compile_step
-
-PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""GiB of host memory that JAX may pin."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -25,7 +25,8 @@ setup: ## make .venv with everything for development (EXTRAS=cuda13 or cuda12 fo
 demo: ## set up, train the tiny model on real text at a context of 16,384 and show the result (about 6 minutes)
 	@echo "demo: trains a tiny model on the text of Python's standard library; the result goes to $(demo_run)"
 	@sh scripts/setup "$$EXTRAS"
-	@if [ -e $(demo_run) ]; then echo "demo: removes $(demo_run), the result of an earlier demo"; rm -rf $(demo_run); fi
+	@if [ -e $(demo_run) ]; then echo "demo: the result of the demo before goes to $(demo_run)-before"; \
+		rm -rf $(demo_run)-before; mv $(demo_run) $(demo_run)-before; fi
 	$(demo_command) $(DEMO_FLAGS)
 
 test: ## set up, then lint, types and the whole test suite on the CPU (about 8 minutes)

@@ -112,6 +112,7 @@ def save(model: Qwen2, directory: str | os.PathLike[str], *, shard_bytes: int = 
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             temporary[_INDEX].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for path in temporary.values():
+            path.chmod(temporary["config.json"].stat().st_mode)  # safetensors are for their owner alone otherwise
             with path.open("rb") as handle:
                 os.fsync(handle.fileno())  # otherwise the rename may reach the disk before the contents
         for path in (directory / _SINGLE, directory / _INDEX, *directory.glob("model-*-of-*.safetensors")):

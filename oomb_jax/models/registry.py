@@ -68,6 +68,8 @@ def names() -> tuple[str, ...]:
 def config(name: str) -> ModelConfig:
     """The configuration of a named model. An unknown name is a `ValueError` that lists the known ones."""
     if name not in _CONFIGS:
+        if "/" in name:
+            raise ValueError(f"model {name!r}: no such directory; one of {', '.join(_CONFIGS)}, or a directory on disk")
         close = difflib.get_close_matches(name.lower(), _CONFIGS, n=1, cutoff=0.5)
         hint = f", did you mean {close[0]!r}?" if close else ":"
         raise ValueError(f"unknown model {name!r}{hint} One of {', '.join(_CONFIGS)}, or a directory for models.load")

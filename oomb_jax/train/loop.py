@@ -102,7 +102,10 @@ def train(settings: TrainConfig, console: Console) -> int:
         directory = run.settings.directory
         with Checkpoints(directory / "checkpoints", keep=run.settings.keep) as checkpoints:
             training = start(run, checkpoints, console)
-            run.settings.save(directory / "settings.json")
+            if training.step < run.settings.steps:
+                run.settings.save(directory / "settings.json")
+            else:  # what the settings say of the steps that were made stays true
+                console.print(f"all {run.settings.steps} steps are done; raise --steps to go on", highlight=False)
             facts(run).save(directory)
             resumed = training.step if run.settings.resume else None
             with (

@@ -131,7 +131,7 @@ class Plan:
                 f"--out, or {ways(self)}"
             )
         hbm, host = self.bytes.hbm["total"], self.bytes.host["total"]
-        there = f"{gib(self.machine.hbm)} is there"
+        there = f"{gib(self.machine.hbm)} is there, and no GPU (`--plan --device h200` plans for one that is not here)"
         needs = f"{gib(hbm + host)}"
         if self.machine.platform == "gpu":
             needs = f"{gib(hbm)} of the GPU's memory and {gib(host)} of the host's"
@@ -257,10 +257,12 @@ def ways(plan: Plan) -> str:
         changes = _changes(plan)
         everything = {name: value for change in changes.values() for name, value in change.items()}
         changed = decide(dataclasses.replace(plan.settings, **everything), plan.machine, plan.model_config)
-        if ctx := longest_context(changed):
-            found.append(f"ctx={ctx} at most, with {' '.join(changes)}")
-        found += _smaller_model(plan)
-    return f"what fits: {', or '.join(found)}" if found else "no context of any model fits on this machine"
+        smaller = _smaller_model(plan)
+        if not (ctx := longest_context(changed)):
+            told = f"no context of {plan.settings.model} fits there"
+            return f"{told}; what does: {smaller[0]}" if smaller else told
+        found = [f"ctx={ctx} at most, with {' '.join(changes)}", *smaller]
+    return f"what fits: {', or '.join(found)}"
 
 
 def _smaller_model(plan: Plan) -> tuple[str, ...]:

@@ -250,6 +250,19 @@ def test_weights_of_a_directory_that_ends_texts_otherwise_are_trained(text, tmp_
     assert "weights from" in capsys.readouterr().out
 
 
+def test_a_finished_run_says_so_and_keeps_its_settings(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(flags(text, out, steps=2)) == 0
+    before = (out / "settings.json").read_text()
+    capsys.readouterr()
+    assert main([*flags(text, out, steps=2, learning_rate=0.5), "--resume", "--export"]) == 0
+    assert "all 2 steps are done; raise --steps to go on" in capsys.readouterr().out
+    assert (out / "settings.json").read_text() == before
+    assert len(read_records(out / "metrics.jsonl")) == 2
+    modes = {path.stat().st_mode for path in (out / "settings.json", *(out / "model").iterdir())}
+    assert len(modes) == 1
+
+
 def test_an_exported_model_is_the_trained_one(text, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     assert main([*flags(text, first, steps=3, save_every=0), "--export"]) == 0

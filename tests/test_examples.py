@@ -13,7 +13,7 @@ from oomb_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^    \.venv/bin/python -m oomb_jax\.train (--.*)$", README, re.MULTILINE)
+COMMANDS = re.findall(r"^    python -m oomb_jax\.train (--.*)$", README, re.MULTILINE)
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
@@ -41,6 +41,10 @@ def test_snippet_of_the_readme_is_the_example_and_learns():
     losses = [float(line.removeprefix("loss ")) for line in printed]
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 1
+
+
+def test_the_readme_has_commands():
+    assert len(COMMANDS) >= 5
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "--help" not in command])

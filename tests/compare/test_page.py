@@ -29,7 +29,7 @@ def checkout(tmp_path, monkeypatch):
 
 
 def test_commands_run_and_give_the_figures(checkout, capsys):
-    commands = re.findall(r"^    \.venv/bin/python -m oomb_jax\.compare (.*)$", PAGE, re.MULTILINE)
+    commands = re.findall(r"^    python -m oomb_jax\.compare (.*)$", PAGE, re.MULTILINE)
     assert [command.split()[0] for command in commands] == ["dump", "gradients"] * 2 + ["config", "efficiency"]
     assert [main(shlex.split(command)) for command in commands] == [0] * 6
     printed = capsys.readouterr().out

@@ -53,5 +53,5 @@ class Heartbeat:
             temporary.replace(self._path)
         except OSError as error:
             if self._warn is not None:
-                self._warn(f"warning: {self._path} cannot be written ({error.strerror}); the run goes on")
+                self._warn(f"warning: {self._path} cannot be written ({error.strerror}); the run does without it")
             self._warn = None

@@ -28,6 +28,9 @@ from oomb_jax.train.step import Memory, Step, compile_step
 PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """GiB of host memory that JAX may pin."""
 
+EXPORTED = "model"
+"""Where in the run's directory `--export` writes."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
@@ -120,6 +123,9 @@ def check_directory(settings: TrainConfig) -> None:
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"out={directory}: {existing} is not a directory that can be written to; use another --out")
+    exported = directory / EXPORTED
+    if settings.export and exported.exists() and not exported.is_dir():
+        raise ValueError(f"export: {exported} is not a directory; remove it, or use another --out")
     steps = sorted(int(path.name) for path in (directory / "checkpoints").glob("*") if path.name.isdigit())
     if steps and not settings.resume:
         raise ValueError(

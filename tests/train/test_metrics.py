@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -98,6 +99,15 @@ def test_a_broken_line_is_named(tmp_path):
         (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{broken}\n{{"step": 3}}\n')
         with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: .*delete the line"):
             MetricsWriter(tmp_path, resumed_step=3)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_line_that_cannot_be_written_is_told_once(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer._metrics.close()
+        writer._metrics = open("/dev/full", "a")  # noqa: SIM115 - the writer closes it
+        with pytest.raises(OSError, match="No space left"):
+            writer.write(1, {"loss": 1.0})
 
 
 def test_services_are_loaded_only_when_asked_for(tmp_path, monkeypatch):

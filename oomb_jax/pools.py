@@ -14,6 +14,9 @@ from oomb_jax.parts import key_shape, layer_count
 from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.shapes import Pool, accumulator
 
+PAGE_ARRAYS = ("k", "v", "dk", "dv")
+"""Fields of `LayerPools` that lie in host memory where the layers do; the others are on the device."""
+
 
 class LayerPools(NamedTuple):
     """Keys, values and their gradients of every page of some layers."""
@@ -145,7 +148,7 @@ def pool_shapes(model: Any, ctx: int, config: Config) -> Pools:
     device = jax.config.jax_default_device or jax.devices()[0]
     if pools.host is None or device.platform == "cpu":
         return pools
-    arrays = {name: getattr(pools.host, name) for name in ("k", "v", "dk", "dv")}
+    arrays = {name: getattr(pools.host, name) for name in PAGE_ARRAYS}
     on_host = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_host(device)) for name, x in arrays.items()}
     return pools._replace(host=pools.host._replace(**on_host))
 

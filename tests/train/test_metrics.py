@@ -356,6 +356,9 @@ def test_a_heartbeat_is_whole_rare_and_no_reason_to_stop(tmp_path):
         clock.now += 2.0
     assert [beat["chunk"] for beat in seen] == [1, 1, 1, 4, 4, 4, 7]
     assert seen[-1] == {"time": clock.now - 2.0, "step": 3, "pass": "fill", "chunk": 7, "chunks": 8}
+    clock.now -= 3600.0
+    heartbeat.beat(3, "fill", chunk=8, chunks=8)
+    assert json.loads(path.read_text())["chunk"] == 8
     heartbeat.end(3, 143)
     assert json.loads(path.read_text()) == {"time": clock.now, "step": 3, "pass": "ended", "status": 143}
     assert [p.name for p in tmp_path.iterdir()] == ["heartbeat.json"]

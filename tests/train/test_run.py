@@ -284,8 +284,9 @@ def test_an_export_that_cannot_be_written_is_told_and_made_when_the_run_is_resum
 
 
 def test_a_second_run_does_not_overwrite_the_first(text, tmp_path, capsys):
-    out = tmp_path / "run"
+    out = tmp_path / "run [new]"  # what stands in brackets is no markup
     assert main(flags(text, out, steps=1)) == 0
+    assert f"out  {out}\n" in capsys.readouterr().out
     before = (out / "metrics.jsonl").read_bytes()
     assert main(flags(text, out, steps=1)) == USAGE
     assert "holds a run that is saved at step 1" in capsys.readouterr().err

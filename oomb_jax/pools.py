@@ -22,6 +22,9 @@ PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PINNED_DEFAULT = 64
 """What it is where nobody says."""
 
+PAGE_ARRAYS = ("k", "v", "dk", "dv")
+"""Fields of `LayerPools` that lie in host memory where the layers do; the others are on the device."""
+
 
 class LayerPools(NamedTuple):
     """Keys, values and their gradients of every page of some layers."""
@@ -121,7 +124,8 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
         )
 
     if (host := jax.eval_shape(lambda: pools_of(L - resident, jnp.zeros, staged=True))) and _device().platform == "gpu":
-        check_pinned(sum(pool.size * pool.dtype.itemsize for pool in (host.k, host.v, host.dk, host.dv)))
+        away = [getattr(host, name) for name in PAGE_ARRAYS]
+        check_pinned(sum(pool.size * pool.dtype.itemsize for pool in away))
     pools = Pools(
         hbm=pools_of(resident, jnp.zeros, staged=float8), host=pools_of(L - resident, _host_array, staged=True)
     )
@@ -170,7 +174,7 @@ def pool_shapes(model: Any, ctx: int, config: Config) -> Pools:
     device = _device()
     if pools.host is None or device.platform == "cpu":
         return pools
-    arrays = {name: getattr(pools.host, name) for name in ("k", "v", "dk", "dv")}
+    arrays = {name: getattr(pools.host, name) for name in PAGE_ARRAYS}
     on_host = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_host(device)) for name, x in arrays.items()}
     return pools._replace(host=pools.host._replace(**on_host))
 

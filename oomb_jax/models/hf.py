@@ -90,6 +90,8 @@ def save(model: Qwen2, directory: str | os.PathLike[str], *, shard_bytes: int = 
     A pytree like a model, such as its gradients, is written under the same names. Everything is written under temporary
     names first. While the files are then renamed, the directory has neither `model.safetensors` nor the index, so an
     interrupted save is never taken for a whole model. Other files in the directory stay. Host memory holds one file.
+
+    Raises `OSError` where something cannot be written.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -106,7 +108,10 @@ def save(model: Qwen2, directory: str | os.PathLike[str], *, shard_bytes: int = 
         temporary["config.json"].write_text(text, encoding="utf-8")
         for file, names in shards.items():
             # transformers refuses files without this metadata.
-            save_file({name: _value(parameters, layout[name]) for name in names}, temporary[file], {"format": "pt"})
+            try:
+                save_file({name: _value(parameters, layout[name]) for name in names}, temporary[file], {"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(f"{directory / file}: {error}") from None
         if _INDEX in temporary:
             weight_map = {name: file for file, names in shards.items() for name in names}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

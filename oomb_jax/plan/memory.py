@@ -176,7 +176,8 @@ def account(job: Job) -> Bytes:
     added = staged * accumulator(s.k.dtype).itemsize
     phase = lambda **kinds: {kind: kinds.get(kind, always.get(kind, 0)) for kind in KINDS}
     phases = {
-        "fill": phase(representatives=representatives, staging=fetched, scratch=_fill_scratch(job)),
+        # Of two chunks one computes while the pages of the other arrive.
+        "fill": phase(representatives=representatives, staging=2 * fetched, scratch=_fill_scratch(job)),
         # The pages of the next layer arrive while one is computed; a layer's gradients are added before the next.
         "reverse": phase(
             activations=L * tree_bytes(s.saved), staging=2 * fetched + added, scratch=_reverse_scratch(job)

@@ -61,7 +61,7 @@ class Command:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line and runs; returns the exit status."""
-    console = Console()
+    console = Console(markup=False)  # paths and messages of errors may hold brackets
     try:
         command = parse_command(sys.argv[1:] if arguments is None else arguments)
         if command.plan.plan:

@@ -13,7 +13,7 @@ import jax
 from oomb_jax.compiler import COMPILER_OPTIONS
 from oomb_jax.plan.absent import AbsentGPU
 from oomb_jax.plan.memory import staging_slots
-from oomb_jax.pools import LayerPools, Pools, pool_shapes
+from oomb_jax.pools import PAGE_ARRAYS, LayerPools, Pools, pool_shapes
 from oomb_jax.train.optimizer import build
 from oomb_jax.train.plan import GIB, Plan
 from oomb_jax.train.step import compile_here, compile_step
@@ -113,11 +113,12 @@ def _compile_for(gpu: AbsentGPU) -> Callable[..., Any]:
     def placed(x: Any) -> Any:
         if not isinstance(x, Pools):
             return gpu.array(*x.shape, dtype=x.dtype)
-        host = None
-        if x.host is not None:
-            on_host = jax.tree.map(lambda x: gpu.array(*x.shape, dtype=x.dtype, memory="pinned_host"), x.host)
-            host = on_host._replace(touched=None if x.host.touched is None else placed(x.host.touched))
-        return jax.tree.map(placed, x._replace(host=None))._replace(host=host)
+        on_device = Pools(*jax.tree.map(placed, tuple(x)))
+        if on_device.host is None:
+            return on_device
+        arrays = {name: getattr(on_device.host, name) for name in PAGE_ARRAYS}
+        on_host = {name: gpu.array(*x.shape, dtype=x.dtype, memory="pinned_host") for name, x in arrays.items()}
+        return on_device._replace(host=on_device.host._replace(**on_host))
 
     def compile(f: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         arguments = jax.tree.map(placed, arguments, is_leaf=lambda x: isinstance(x, Pools))

@@ -37,7 +37,7 @@ class Heartbeat:
 
     def beat(self, step: int, name: str, **where: int) -> None:
         """Pass `name` of step `step` has come to `where`; written unless the last beat was moments ago."""
-        if self._clock() - self._last >= EVERY:
+        if abs(self._clock() - self._last) >= EVERY:  # the clock may be set back
             self._write({"step": step, "pass": name, **where})
 
     def end(self, step: int, status: int) -> None:
@@ -53,5 +53,5 @@ class Heartbeat:
             temporary.replace(self._path)
         except OSError as error:
             if self._warn is not None:
-                self._warn(f"warning: {self._path} cannot be written ({error.strerror}); the run goes on")
+                self._warn(f"warning: {self._path} cannot be written ({error.strerror}); the run does without it")
             self._warn = None

@@ -25,7 +25,7 @@ from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.data import evaluation_batch, longest, sample
 from oomb_jax.train.heartbeat import Heartbeat
 from oomb_jax.train.progress import Progress
-from oomb_jax.train.setup import Run, check_directory, create_model, metadata, prepare
+from oomb_jax.train.setup import EXPORTED, Run, check_directory, create_model, metadata, prepare
 from oomb_jax.train.step import Evaluation
 
 DONE, FAILED = 0, 1
@@ -117,12 +117,26 @@ def train(settings: TrainConfig, console: Console) -> int:
                 heartbeat = Heartbeat(directory, lambda text: console.print(text, soft_wrap=True))
                 status = Loop(run, training, checkpoints, writer, progress, heartbeat, signals, console).run()
                 if status == DONE and run.settings.export:
-                    models.save(training.model, directory / "model")
+                    status = export(run, training, console)
                 heartbeat.end(training.step, status)
         if training.step > 0:
-            plots.draw(directory)
+            try:
+                plots.draw(directory)
+            except OSError as error:
+                console.print(f"warning: no pictures: {error}", highlight=False, soft_wrap=True)
             console.print(plots.summary(directory), soft_wrap=True)
         return status
+
+
+def export(run: Run, training: Training, console: Console) -> int:
+    """Writes the trained model as a Hugging Face directory; returns the exit status."""
+    try:
+        models.save(training.model, run.settings.directory / EXPORTED)
+    except OSError as error:
+        way_out = f"; write it with: {resume_command(run.settings)}" if training.saved == training.step else ""
+        console.print(f"error: not exported: {error}{way_out}", highlight=False, soft_wrap=True)
+        return FAILED
+    return DONE
 
 
 def start(run: Run, checkpoints: Checkpoints, console: Console) -> Training:

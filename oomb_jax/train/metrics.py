@@ -1,5 +1,6 @@
 """What a run writes down about itself: a JSON line a step, held-out losses, facts; how memory and FLOP are counted."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -116,8 +117,10 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Closes the files and the services."""
-        self._metrics.close()
-        self._evaluations.close()
+        for file in (self._metrics, self._evaluations):
+            # Every line was flushed. One that could not be has raised, and would again.
+            with contextlib.suppress(OSError):
+                file.close()
         if self._board is not None:
             self._board.close()
         if self._wandb is not None:

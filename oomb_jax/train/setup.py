@@ -26,6 +26,9 @@ from oomb_jax.train.optimizer import Optimizer, build
 from oomb_jax.train.plan import Plan, decide, gib, pinned_limit, summary
 from oomb_jax.train.step import Memory, Step, compile_step
 
+EXPORTED = "model"
+"""Where in the run's directory `--export` writes."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
@@ -118,6 +121,9 @@ def check_directory(settings: TrainConfig) -> None:
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"out={directory}: {existing} is not a directory that can be written to; use another --out")
+    exported = directory / EXPORTED
+    if settings.export and exported.exists() and not exported.is_dir():
+        raise ValueError(f"export: {exported} is not a directory; remove it, or use another --out")
     steps = sorted(int(path.name) for path in (directory / "checkpoints").glob("*") if path.name.isdigit())
     if steps and not settings.resume:
         raise ValueError(

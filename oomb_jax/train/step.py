@@ -1,7 +1,7 @@
-"""One training step as a few compiled pieces, a chunk each: a step of minutes can then report and be interrupted.
+"""One training step as compiled pieces, a chunk or two each: a step of minutes can then report and be interrupted.
 
     begin      clear the gradient pools
-    fill       one chunk of the fill pass
+    fill       one chunk of the fill pass, or where pages are fetched two, and of an odd number the last alone
     reverse    one chunk of the reverse pass
     evaluate   one chunk of a forward pass with its losses
     update     the optimizer
@@ -34,11 +34,11 @@ from oomb_jax.train.data import Batch
 from oomb_jax.train.optimizer import Optimizer, OptimizerState
 
 Report = Callable[[Literal["fill", "reverse", "evaluate"], int, int, int, float | None], None]
-"""Called when a chunk is computed: pass, chunks done, chunks of the pass, index of the sequence, and in the reverse
+"""Called when a piece is computed: pass, chunks done, chunks of the pass, index of the sequence, and in the reverse
 pass the chunk's share of the loss. What it raises ends the step; model and optimizer are then as before it."""
 
 IN_FLIGHT = 2
-"""Chunks sent to the device before the oldest is waited for: enough to keep it busy, few enough to stop soon."""
+"""Pieces sent to the device before the oldest is waited for: enough to keep it busy, few enough to stop soon."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,8 @@ def compile_step(
         return reverse(model, carry, sequence, weight, config, c)
 
     total, size = fill_chunks(sequence, config), together(pools)
-    chunks = jax.ShapeDtypeStruct((min(size, total),), jnp.int32)
+    # Of a single chunk there may be nothing to fill; the piece is then compiled for the plan alone.
+    chunks = jax.ShapeDtypeStruct((min(size, max(total, 1)),), jnp.int32)
     carry = Carry(pools=pools, grads=grads)
     filling = jax.eval_shape(begin, pools)._replace(pools=pools)
     pieces = {
@@ -222,7 +223,7 @@ def tree_bytes(tree: Any) -> int:
 
 
 class _Window:
-    """The chunks in flight of one sequence; reports each when it is computed."""
+    """The pieces in flight of one sequence; reports each when it is computed."""
 
     def __init__(self, report: Report, sequence: int):
         self._report = report

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 import oomb_jax
 from oomb_jax.plan import Job, account
+from oomb_jax.pools import PAGE_ARRAYS
 from oomb_jax.train.compiled import pool_copies
 from tests.aot.h200 import array, compiled
 from tests.aot.h200_page_move import touches_host
@@ -37,7 +38,7 @@ def main(contexts: list[int], **settings) -> None:
     for context in contexts:
         pools = jax.eval_shape(lambda model, context=context: oomb_jax.create_pools(model, context, config), model)
         assert pools.host is not None
-        away = {name: on(getattr(pools.host, name), "pinned_host") for name in ("k", "v", "dk", "dv")}
+        away = {name: on(getattr(pools.host, name), "pinned_host") for name in PAGE_ARRAYS}
         host = on(pools.host)._replace(**away)
         ids = array(context, dtype=jnp.int32)
         executable = compiled(step, on(model), on(pools)._replace(host=host), ids, ids, donate_argnums=1)

@@ -18,6 +18,7 @@ CASES = {
     "--grad-dtype bfloat16 --kv-grad-dtype bfloat16",
     "everything saved": "--ctx 65536 --attention dense --remat none",
     "pools on the host": "--ctx 262144 --offload all --grad-dtype bfloat16",
+    "float8 pools on the host": "--model qwen2.5-0.5b --ctx 65536 --offload all --kv-dtype float8_e4m3fn",
     "tied embedding, Top-K, a million tokens": "--model qwen2.5-0.5b --ctx 1048576",
 }
 

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -98,6 +99,15 @@ def test_a_broken_line_is_named(tmp_path):
         (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{broken}\n{{"step": 3}}\n')
         with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: .*delete the line"):
             MetricsWriter(tmp_path, resumed_step=3)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_line_that_cannot_be_written_is_told_once(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer._metrics.close()
+        writer._metrics = open("/dev/full", "a")  # noqa: SIM115 - the writer closes it
+        with pytest.raises(OSError, match="No space left"):
+            writer.write(1, {"loss": 1.0})
 
 
 def test_services_are_loaded_only_when_asked_for(tmp_path, monkeypatch):
@@ -348,6 +358,9 @@ def test_a_heartbeat_is_whole_rare_and_no_reason_to_stop(tmp_path):
         clock.now += 2.0
     assert [beat["chunk"] for beat in seen] == [1, 1, 1, 4, 4, 4, 7]
     assert seen[-1] == {"time": clock.now - 2.0, "step": 3, "pass": "fill", "chunk": 7, "chunks": 8}
+    clock.now -= 3600.0
+    heartbeat.beat(3, "fill", chunk=8, chunks=8)
+    assert json.loads(path.read_text())["chunk"] == 8
     heartbeat.end(3, 143)
     assert json.loads(path.read_text()) == {"time": clock.now, "step": 3, "pass": "ended", "status": 143}
     assert [p.name for p in tmp_path.iterdir()] == ["heartbeat.json"]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint._src.serialization import replica_slices
+from safetensors import SafetensorError
 
 import oomb_jax
 from oomb_jax.train import loop, setup
@@ -90,18 +91,26 @@ def test_a_run_learns_and_writes_all_its_files(text, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_step_in_pieces_is_value_and_grad(packed):
+@pytest.mark.parametrize(
+    ("packed", "ctx", "hbm_layers", "filled"),
+    [
+        (True, 100, None, [1, 2, 3]),
+        (False, 30, None, []),  # a single chunk: no other attends to it
+        (False, 60, 0, [1]),  # where pages are fetched, two at a time if there are two
+        (True, 100, 1, [2, 3]),
+    ],
+)
+def test_a_step_in_pieces_is_value_and_grad(packed, ctx, hbm_layers, filled):
     rng = np.random.default_rng(1)
     model = random_model(rng, dtype=jnp.float32)
-    batch = random_batch(rng, (2, 100), segments=packed)
-    config = oomb_jax.Config(page=8, chunk=32)
+    batch = random_batch(rng, (2, ctx), segments=packed)
+    config = oomb_jax.Config(page=8, chunk=32, hbm_layers=hbm_layers)
     optimizer = build(OptimizerConfig(), model)
-    step, _ = compile_step(model, optimizer, config, batch=2, ctx=100, packed=packed)
+    step, _ = compile_step(model, optimizer, config, batch=2, ctx=ctx, packed=packed)
     seen = []
     losses, grads, _ = step.gradients(
         model,
-        oomb_jax.create_pools(model, 100, config),
+        oomb_jax.create_pools(model, ctx, config),
         Batch(
             tokens=np.asarray(batch.tokens),
             labels=np.asarray(batch.labels),
@@ -110,15 +119,21 @@ def test_a_step_in_pieces_is_value_and_grad(packed):
         lambda *args: seen.append(args[:4]),
     )
     loss, expected, _ = jax.jit(oomb_jax.value_and_grad, static_argnames="config")(
-        model, oomb_jax.create_pools(model, 100, config), batch.tokens, batch.labels, config, batch.segments
+        model, oomb_jax.create_pools(model, ctx, config), batch.tokens, batch.labels, config, batch.segments
     )
-    assert losses.shape == (2, 4)
+    chunks = -(-ctx // config.chunk)
+    assert losses.shape == (2, chunks)
     np.testing.assert_allclose(losses.sum(), loss, rtol=F32_GRADIENT)
     error, name = gradient_error(grads, expected)
     assert error <= F32_GRADIENT, name
-    fill, reverse = ([(p, i + 1, n, b) for i in range(n)] for p, n, b in (("fill", 3, 0), ("reverse", 4, 0)))
-    assert seen[:7] == fill + reverse
-    assert len(seen) == 14
+    assert seen == [
+        told
+        for b in range(2)
+        for told in [
+            *(("fill", done, chunks - 1, b) for done in filled),
+            *(("reverse", done, chunks, b) for done in range(1, chunks + 1)),
+        ]
+    ]
 
 
 @pytest.mark.parametrize("attention", [oomb_jax.Dense(), oomb_jax.TopK(pages=2)], ids=["dense", "topk"])
@@ -272,9 +287,31 @@ def test_an_exported_model_is_the_trained_one(text, tmp_path):
     assert read_records(second / "evaluations.jsonl")[0]["loss"] == trained["loss"]
 
 
-def test_a_second_run_does_not_overwrite_the_first(text, tmp_path, capsys):
+def test_an_export_that_cannot_be_written_is_told_and_made_when_the_run_is_resumed(text, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
+
+    def full(tensors, path, metadata):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("oomb_jax.models.hf.save_file", full)
+        assert main([*flags(text, out, steps=1), "--export"]) == loop.FAILED
+    assert "error: not exported: " in (printed := capsys.readouterr().out)
+    assert "No space left on device (os error 28); write it with: " in printed
+    assert json.loads((out / "heartbeat.json").read_text())["status"] == loop.FAILED
+    assert not list((out / "model").iterdir())
+    assert main(["--config", str(out / "settings.json"), "--resume"]) == 0
+    assert {path.name for path in (out / "model").iterdir()} == {"config.json", "model.safetensors"}
+    (other := tmp_path / "other").mkdir()
+    (other / "model").touch()
+    assert main([*flags(text, other), "--export"]) == USAGE
+    assert f"{other / 'model'} is not a directory" in capsys.readouterr().err
+
+
+def test_a_second_run_does_not_overwrite_the_first(text, tmp_path, capsys):
+    out = tmp_path / "run [new]"  # what stands in brackets is no markup
     assert main(flags(text, out, steps=1)) == 0
+    assert f"out  {out}\n" in capsys.readouterr().out
     before = (out / "metrics.jsonl").read_bytes()
     assert main(flags(text, out, steps=1)) == USAGE
     assert "holds a run that is saved at step 1" in capsys.readouterr().err
@@ -316,9 +353,15 @@ def test_an_error_in_a_running_step_saves_and_is_told(text, tmp_path, capsys, mo
             raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
         write(self, step, metrics)
 
+    def no_pictures(directory):
+        raise OSError(errno.ENOSPC, "No space left on device", "loss.png")
+
     monkeypatch.setattr(MetricsWriter, "write", full)
+    monkeypatch.setattr(loop.plots, "draw", no_pictures)
     assert main(flags(text, out)) == loop.FAILED
-    assert "No space left on device: 'metrics.jsonl'; stopped after step 2; saved at step 2" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "No space left on device: 'metrics.jsonl'; stopped after step 2; saved at step 2" in printed
+    assert "warning: no pictures: [Errno 28] No space left on device: 'loss.png'" in printed
 
 
 def test_a_save_that_fails_is_told_and_the_run_goes_on(text, tmp_path, capsys, monkeypatch):

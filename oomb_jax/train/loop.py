@@ -116,8 +116,9 @@ def train(settings: TrainConfig, console: Console) -> int:
             ):
                 heartbeat = Heartbeat(directory, lambda text: console.print(text, soft_wrap=True))
                 status = Loop(run, training, checkpoints, writer, progress, heartbeat, signals, console).run()
-                if status == DONE and run.settings.export:
-                    status = export(run, training, console)
+                # Also where the last checkpoint failed: the disk may hold the model alone.
+                if run.settings.export and training.step == run.settings.steps and status in (DONE, FAILED):
+                    status = max(status, export(run, training, console))
                 heartbeat.end(training.step, status)
         if training.step > 0:
             try:

@@ -378,7 +378,8 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on(text, tmp_path, capsys, m
     assert "warning: not saved: the disk is full" in capsys.readouterr().out
     assert len(read_records(out / "metrics.jsonl")) == 4
     monkeypatch.setattr(Checkpoints, "save", lambda *_, **__: (_ for _ in ()).throw(CheckpointError("full")))
-    assert main(flags(text, tmp_path / "never", save_every=1)) == loop.FAILED
+    assert main([*flags(text, tmp_path / "never", save_every=1), "--export"]) == loop.FAILED
+    assert (tmp_path / "never" / "model" / "model.safetensors").exists()
 
 
 def test_a_state_that_is_streamed_to_the_disk_is_not_updated_meanwhile(text, tmp_path, monkeypatch):

@@ -218,7 +218,10 @@ def clear_gradients(pools: Pools) -> Pools:
         if layers is None:
             return None
         if layers.touched is None:
-            return layers._replace(dk=jnp.zeros_like(layers.dk), dv=jnp.zeros_like(layers.dv))
+            # Of one zero XLA would fill one pool and copy it to the other.
+            zero = lax.optimization_barrier((jnp.zeros((), layers.dk.dtype), jnp.zeros((), layers.dv.dtype)))
+            dk, dv = (jnp.broadcast_to(x, pool.shape) for x, pool in zip(zero, (layers.dk, layers.dv), strict=True))
+            return layers._replace(dk=dk, dv=dv)
         return layers._replace(touched=jnp.zeros_like(layers.touched))
 
     return pools._replace(hbm=clear(pools.hbm), host=clear(pools.host))

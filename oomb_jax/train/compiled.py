@@ -51,19 +51,19 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
     shape = {"batch": job.batch, "ctx": job.ctx, "packed": job.packed}
     step, _ = compile_step(job.model, optimizer, plan.config, **shape, compile=compile)
     pools = pool_shapes(job.model, job.ctx, plan.config)
-    phases = {phase: step.pieces[phase] for phase in plan.bytes.phases}
-    analyses = {phase: piece.memory_analysis() for phase, piece in phases.items()}
-    temporaries = {phase: analysis.temp_size_in_bytes for phase, analysis in analyses.items()}
-    host = {phase: analysis.host_temp_size_in_bytes for phase, analysis in analyses.items()}
+    analyses = {name: piece.memory_analysis() for name, piece in step.pieces.items()}
+    temporaries = {phase: analyses[phase].temp_size_in_bytes for phase in plan.bytes.phases}
+    host = {phase: analyses[phase].host_temp_size_in_bytes for phase in plan.bytes.phases}
     # All that lives through the step, and what the fill pass alone hands on from chunk to chunk.
     always = step.memory.total - step.memory.temporaries - plan.pinned
-    hbm = {p: always + plan.bytes.phases[p]["representatives"] + temporaries[p] for p in phases}
-    copies = [f"{size} bytes of host memory, in {phase}" for phase, size in host.items() if size]
-    for phase, analysis in analyses.items():
-        if size := analysis.host_argument_size_in_bytes - analysis.host_alias_size_in_bytes:
-            copies.append(f"{size} bytes of host memory that are not updated in place, in {phase}")
-    for phase, piece in phases.items():
-        copies += [f"{line}, in {phase}" for line in pool_copies(piece.as_text(), pools, staging_slots(job))]
+    hbm = {p: always + plan.bytes.phases[p]["representatives"] + size for p, size in temporaries.items()}
+    copies = []
+    for name, piece in step.pieces.items():
+        if size := analyses[name].host_temp_size_in_bytes:
+            copies.append(f"{size} bytes of host memory, in {name}")
+        if size := analyses[name].host_argument_size_in_bytes - analyses[name].host_alias_size_in_bytes:
+            copies.append(f"{size} bytes of host memory that are not updated in place, in {name}")
+        copies += [f"{line}, in {name}" for line in pool_copies(piece.as_text(), pools, staging_slots(job))]
     return Compiled(
         temporaries=temporaries,
         host_temporaries=host,

@@ -40,7 +40,7 @@ test-latest: ## the test suite with the newest release of jax, in .venv-latest
 	@.venv-latest/bin/python -c 'import jax, jaxlib; print("test-latest: jax", jax.__version__, "jaxlib", jaxlib.__version__)'
 	.venv-latest/bin/python -m pytest $(pytest_flags)
 
-test-aot: ## compile the kernels for an H200 without a GPU, in .venv-aot (about 4 minutes)
+test-aot: ## compile the kernels for an H200 without a GPU, in .venv-aot (about 5 minutes)
 	@VENV=.venv-aot sh scripts/setup dev,aot
 	.venv-aot/bin/python -m pytest $(pytest_flags) tests/aot tests/pallas_kernels/test_triton.py tests/pallas_kernels/test_page_move.py
 

@@ -1,8 +1,15 @@
-"""Where the time of a traced step went: by phase and kind of kernel, and against the same matrix products alone."""
+"""Where the time of a traced step went: by phase and kind of kernel, against the same matrix products alone, and how
+much of the page movers' time is hidden under it.
 
+    python benchmarks/step_profile.py runs/trace        # the movers of a trace that `bench_step.py --profile` left
+"""
+
+import bisect
 import collections
+import json
 import re
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,16 +28,21 @@ KINDS = {
     "attention": re.compile(r"paged_attention|cudnn.*sdpa|flash|fmha"),
     "matmul": re.compile(r"nvjet|gemm|cutlass|xmma|cublas"),
 }
+MOVER = re.compile(r"_(fetch|fetch_wider|store|add)$")
+
+Kernel = tuple[float, float, str, str]
+"""Start (ns), milliseconds, name and scope."""
 
 
 def breakdown(trace: Path, seconds: float, sizes: ModelConfig, context: int, config: Config) -> dict[str, Any]:
-    """Milliseconds of kernels by phase and kind, the share of the step that they account for, and what the matrix
-    products of the layers would take alone."""
+    """Milliseconds of kernels by phase and kind, the share of the step that they account for, what the matrix products
+    of the layers would take alone, and the page movers."""
+    streams = _streams(trace)
     phases = {phase: collections.defaultdict(float) for phase in (*PHASES, "other")}
     phase, total = "other", 0.0
-    for start, milliseconds, name, scope in sorted(_kernels(trace)):
+    for start, milliseconds, name, scope in sorted(_busiest(streams)):
         del start
-        found = [part for part in scope.split("/") if part in PHASES]
+        found = _phases(scope)
         # A kernel that lost its scope belongs to the one before it.
         phase = found[0] if found else phase if not scope else "other"
         kind = next((kind for kind, pattern in KINDS.items() if pattern.search(name)), "other")
@@ -44,11 +56,48 @@ def breakdown(trace: Path, seconds: float, sizes: ModelConfig, context: int, con
         "accounted": round(total / 1e3 / seconds, 4),
         "matmul_alone_over_step": round(sum(alone.values()) / inside, 3),
         "matmul_alone_milliseconds": {name: round(value, 1) for name, value in alone.items()},
+        "movers": movers(streams),
     }
 
 
-def _kernels(trace: Path) -> list[tuple[float, float, str, str]]:
-    """Start, milliseconds, name and scope of every kernel on the device's busiest stream."""
+def movers(streams: list[list[Kernel]]) -> dict[str, dict[str, float]]:
+    """By phase and page mover: its milliseconds, and the share of them in which the busiest stream computes."""
+    # Where that stream runs; kernels less than 2 us apart count as one stretch.
+    stretches: list[list[float]] = []
+    for start, milliseconds, _, _ in sorted(_busiest(streams)):
+        end = start + milliseconds * 1e6
+        if stretches and start <= stretches[-1][1] + 2e3:
+            stretches[-1][1] = max(stretches[-1][1], end)
+        else:
+            stretches.append([start, end])
+    starts = [start for start, _ in stretches]
+    sums: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+    for stream in streams:
+        for start, milliseconds, name, scope in stream:
+            if not MOVER.match(name):
+                continue
+            end, i = start + milliseconds * 1e6, max(0, bisect.bisect_right(starts, start) - 1)
+            told = sums[" ".join([*_phases(scope)[:1], name.removeprefix("_")])]
+            told[0] += milliseconds
+            while i < len(stretches) and stretches[i][0] < end:
+                told[1] += max(0.0, min(end, stretches[i][1]) - max(start, stretches[i][0])) / 1e6
+                i += 1
+    return {
+        name: {"milliseconds": round(all_of_it, 1), "hidden": round(hidden / all_of_it, 3)}
+        for name, (all_of_it, hidden) in sorted(sums.items())
+    }
+
+
+def _phases(scope: str) -> list[str]:
+    return [part for part in scope.split("/") if part in PHASES]
+
+
+def _busiest(streams: list[list[Kernel]]) -> list[Kernel]:
+    return max(streams, key=lambda kernels: sum(kernel[1] for kernel in kernels))
+
+
+def _streams(trace: Path) -> list[list[Kernel]]:
+    """The kernels of every stream of the device, from the newest trace in a directory."""
     newest = max(trace.glob("**/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     data = jax.profiler.ProfileData.from_file(str(newest))
     streams = []
@@ -65,7 +114,7 @@ def _kernels(trace: Path) -> list[tuple[float, float, str, str]]:
             streams.append(kernels)
     if not streams:
         raise NotImplementedError(f"{newest}: no kernels of a GPU; --profile needs one")
-    return max(streams, key=lambda kernels: sum(kernel[1] for kernel in kernels))
+    return streams
 
 
 def matmul_milliseconds(sizes: ModelConfig, context: int, config: Config) -> dict[str, float]:
@@ -104,3 +153,7 @@ def _time(function: Any, *arguments: Any, calls: int = 20) -> float:
         jax.block_until_ready([function(*arguments) for _ in range(calls)][-1])
         rounds.append((time.perf_counter() - start) / calls * 1e3)
     return statistics.median(rounds[1:])
+
+
+if __name__ == "__main__":
+    print(json.dumps(movers(_streams(Path(sys.argv[1]))), indent=2))

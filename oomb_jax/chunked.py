@@ -168,8 +168,10 @@ def fill(model: Any, filling: Filling, sequence: Sequence, config: Config, chunk
     size = together(filling.pools)
     most, rest = jnp.split(chunks, [len(chunks) // size * size])
     with jax.named_scope("fill"):
-        filling, _ = lax.scan(some, filling, most.reshape(-1, size))
-        return lax.scan(some, filling, rest[:, None])[0]
+        for part in most.reshape(-1, size), rest[:, None]:
+            if len(part):
+                filling, _ = lax.scan(some, filling, part)
+    return filling
 
 
 def evaluate(

@@ -95,6 +95,15 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
       ValueError: ctx is below 1, the model has fewer layers than `hbm_layers`, float8 for a float16 model, or more
         in host memory than JAX may pin (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB).
     """
+    shapes = jax.eval_shape(lambda: _pools(model, ctx, config, gradients))
+    if shapes.host is not None and _device().platform == "gpu":
+        away = [getattr(shapes.host, name) for name in PAGE_ARRAYS]
+        check_pinned(sum(pool.size * pool.dtype.itemsize for pool in away))
+    return _pools(model, ctx, config, gradients)
+
+
+def _pools(model: Any, ctx: int, config: Config, gradients: bool) -> Pools:
+    """`create_pools` without a look at what JAX may pin, which does not matter for shapes."""
     if ctx < 1:
         raise ValueError(f"ctx={ctx}: a sequence has at least one token")
     keys, L = key_shape(model), layer_count(model.layers)
@@ -123,9 +132,6 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
             k=kv(), v=kv(), dk=gradient(), dv=gradient(), touched=touched, k_scale=scale(), v_scale=scale()
         )
 
-    if (host := jax.eval_shape(lambda: pools_of(L - resident, jnp.zeros, staged=True))) and _device().platform == "gpu":
-        away = [getattr(host, name) for name in PAGE_ARRAYS]
-        check_pinned(sum(pool.size * pool.dtype.itemsize for pool in away))
     pools = Pools(
         hbm=pools_of(resident, jnp.zeros, staged=float8), host=pools_of(L - resident, _host_array, staged=True)
     )
@@ -170,7 +176,7 @@ def _host(device: Any) -> jax.sharding.Sharding:
 
 def pool_shapes(model: Any, ctx: int, config: Config) -> Pools:
     """Shapes of what `create_pools` makes, with the memory that each array lies in, to compile for."""
-    pools = jax.eval_shape(lambda model: create_pools(model, ctx, config), model)
+    pools = jax.eval_shape(lambda model: _pools(model, ctx, config, True), model)
     device = _device()
     if pools.host is None or device.platform == "cpu":
         return pools

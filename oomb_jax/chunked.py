@@ -34,7 +34,6 @@ from oomb_jax.placement import (
     attention_vjp,
     fetched,
     groups,
-    later_gradients,
     pages,
 )
 from oomb_jax.pools import Pools, check_pools, clear_gradients
@@ -277,15 +276,10 @@ def _layers_backward(layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, saved:
         layer = layer_at(layers, l)
         here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, coming)
         d_output, dh, do = s.output_vjp.replace(args_res=[layer, s.h, s.o])(dh)
-        if group.staged:
-            # Read before the update, of other pages; the barrier keeps XLA from copying the pool for it.
-            later, do, ahead = lax.optimization_barrier((later_gradients(pools, group, l, chunk), do, ahead))
-            dq, own, pools = attention_vjp(pools, group, l, chunk, here, (s.q, s.k, s.v, s.o, s.lse), do)
-        else:
-            dq, own, pools = attention_vjp(pools, group, l, chunk, here, (s.q, s.k, s.v, s.o, s.lse), do)
-            # Read from the updated pools: a read of the old ones after the update would make XLA keep a copy of them.
-            later = later_gradients(pools, group, l, chunk)
-        dk, dv = ((a + b.astype(a.dtype)).astype(s.k.dtype) for a, b in zip(own, later, strict=True))
+        if ahead is not None:
+            do, ahead = lax.optimization_barrier((do, ahead))  # the fetch ends here
+        dq, own, pools = attention_vjp(pools, group, l, chunk, here, (s.q, s.k, s.v, s.o, s.lse), do)
+        dk, dv = (gradient.astype(s.k.dtype) for gradient in own)
         d_inputs, more_dh = s.inputs_vjp.replace(args_res=[layer, s.h])((dq, dk, dv))
         total = add(add(layer_at(grads, l), d_output), d_inputs)
         return l - 1, dh + more_dh, pools, _put(grads, total, l), ahead

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from oomb_jax.chunk import Chunk
 from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, on_copy_stream, quantise, store_pages
@@ -131,50 +131,62 @@ def attention(chunk: Chunk, pages: Pages, q: Queries, k: Keys, v: Values) -> tup
 def attention_vjp(
     pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk, pages: Pages, saved: tuple, do: Queries
 ) -> tuple[Queries, KeyGradients, Pools]:
-    """Gradients of a chunk's queries, of its own keys and values as far as its own queries go, and the pools with those
-    of earlier pages added. saved: q, k, v, o and lse."""
+    """Gradients of a chunk's queries and of its own keys and values, to which later chunks have added theirs, and the
+    pools with those of earlier pages added. saved: q, k, v, o and lse."""
     held, layer = group.held(pools), l - group.start
     key = None if chunk.rounding is None else jax.random.fold_in(chunk.rounding, l)
-    q, k, v, o, lse = saved
+    written, later = None, None
     if group.staged:
-        gradients = [jnp.zeros(pages.k.shape, accumulator(q.dtype)) for _ in range(2)]
-    else:
-        gradients = [held.dk, held.dv]
+        assert held.touched is not None
+        # Asked for beside the kernel, when nothing else is on its way.
+        written = lax.dynamic_slice_in_dim(held.touched[layer], chunk.first_page, chunk.rows)
+        written, do = lax.optimization_barrier((written, do))
+        later = [fetch(pool, layer, jnp.where(written, chunk.own_pages, -1)) for pool in (held.dk, held.dv)]
+    q, k, v, o, lse = saved
+    dk_pool, dv_pool = (None, None) if group.staged else (held.dk, held.dv)
     dq, dk, dv, *gradients = paged_attention_vjp(
-        *(q, k, v, pages.k, pages.v, gradients[0], gradients[1], pages.layer, pages.table, o, lse, do),
+        *(q, k, v, pages.k, pages.v, dk_pool, dv_pool, pages.layer, pages.table, o, lse, do),
         rounding_key=None if group.staged else key,
         implementation=chunk.config.implementation,
         **pages.segments(chunk),
     )
-    own = KeyGradients(dk, dv)
-    ids = pages.ids
-    if ids is None or held.touched is None:
-        return dq, own, group.update(pools, dk=gradients[0], dv=gradients[1])
+    if later is None:
+        pools = group.update(pools, dk=gradients[0], dv=gradients[1])
+        # Read from the updated pools: a read of the old ones after the update would make XLA keep a copy of them.
+        where = layer, chunk.first_page, *[jnp.int32(0)] * 3
+        sizes = 1, chunk.rows, *gradients[0].shape[2:]
+        later = [lax.dynamic_slice(pool, where, sizes)[0] for pool in gradients]
+    else:
+        # Read before the update, of other pages: the barrier keeps XLA from copying the pool for it.
+        later, gradients = lax.optimization_barrier((later, gradients))
+        pools = group.update(pools, **_added(held, layer, pages.ids, gradients, key))
+    total = (own + _by_token(pages, written).astype(own.dtype) for own, pages in zip((dk, dv), later, strict=True))
+    return dq, KeyGradients(*total), pools
+
+
+def _by_token(pages: Float[Array, "R M S H"], written: Bool[Array, " R"] | None) -> Float[Array, "C M H"]:
+    """Pages of a chunk as its keys are; 0 for those that hold anything, because nobody added to them."""
+    if written is not None:
+        pages = jnp.where(written[:, None, None, None], pages, 0)
+    R, M, S, H = pages.shape
+    return pages.swapaxes(1, 2).reshape(R * S, M, H)
+
+
+def _added(held: LayerPools, layer, ids, gradients, key) -> dict[str, Array]:
+    """The pools of staged layers that change when gradients of fetched pages are added."""
+    assert held.touched is not None
+    assert ids is not None
     fresh = ~held.touched[layer, jnp.maximum(ids, 0)]
-    dk_pool, dv_pool = (
+    dk, dv = (
         add(pool, layer, ids, more[0], fresh, rounding_key=key, word=word)
         for word, (pool, more) in enumerate(((held.dk, gradients[0]), (held.dv, gradients[1])))
     )
-    touched = held.touched.at[layer, jnp.where(ids < 0, held.touched.shape[1], ids)].set(True, mode="drop")
-    return dq, own, group.update(pools, dk=dk_pool, dv=dv_pool, touched=touched)
-
-
-def later_gradients(pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk) -> KeyGradients:
-    """What later chunks have added to the gradients of the chunk's own keys and values."""
-    held, layer = group.held(pools), l - group.start
-
-    def read(pool):
-        _, _, M, S, H = pool.shape
-        if held.touched is None:
-            zero = jnp.int32(0)
-            own = lax.dynamic_slice(pool, (layer, chunk.first_page, zero, zero, zero), (1, chunk.rows, M, S, H))[0]
-        else:
-            touched = lax.dynamic_slice_in_dim(held.touched[layer], chunk.first_page, chunk.rows)
-            own = fetch(pool, layer, jnp.where(touched, chunk.own_pages, -1))
-            own = jnp.where(touched[:, None, None, None], own, 0)
-        return own.swapaxes(1, 2).reshape(chunk.rows * S, M, H)
-
-    return KeyGradients(read(held.dk), read(held.dv))
+    nowhere = held.touched.shape[1]
+    return {
+        "dk": dk,
+        "dv": dv,
+        "touched": held.touched.at[layer, jnp.where(ids < 0, nowhere, ids)].set(True, mode="drop"),
+    }
 
 
 def mass(

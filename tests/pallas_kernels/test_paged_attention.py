@@ -168,6 +168,24 @@ class Suite:
         # Bits: NaN of pages that nobody names included.
         assert first == [np.asarray(result).tobytes() for result in self.run(x) if result is not None]
 
+    def check_new_pools(self, case):
+        """Without gradient pools the results are what is added to pools of zeros, where the table names a page."""
+        x = inputs(case, seed=4)
+        out, lse = self.forward(*x.forward, **x.masks)
+        layer, touched = x.forward[5], named(x.forward[6], *x.dk_pool.shape[1:3])
+        assert touched.any()
+
+        def gradients(pool):
+            arguments = *x.forward[:5], pool, pool, *x.forward[5:], out, lse, x.d_out
+            *others, dk, dv = self.backward(*arguments, **x.masks)
+            assert dk.dtype == dv.dtype == accumulator(case.dtype)
+            # A sum with 0 is never -0.
+            return *map(np.asarray, others), *(np.asarray(pool[layer])[touched] + 0 for pool in (dk, dv))
+
+        zeros = jnp.zeros(x.dk_pool.shape, accumulator(case.dtype))
+        for new, added in zip(gradients(None), gradients(zeros), strict=True):
+            assert new.tobytes() == added.tobytes()
+
     def check_rounding(self, case, draws):
         """Narrow gradient pools are rounded once, to nearest or without bias."""
         x = inputs(case, seed=1)
@@ -193,6 +211,9 @@ class TestReference(Suite):
         with jax.enable_x64(True):
             case = dataclasses.replace(case, dtype="float64")
             self.check(case, lambda x, exact: [F64_GRADIENT] * len(OUTPUTS))
+
+    def test_new_gradient_pools(self):
+        self.check_new_pools(SMALL[1])
 
     @pytest.mark.parametrize(
         "case",
@@ -238,6 +259,9 @@ class TestMosaicInterpreted(Suite):
     def test_narrow_gradient_pools_are_rounded_once(self):
         self.check_rounding(Case(C=64, M=1, G=1, H=64, S=64, earlier=2, spare=1, dtype="bfloat16"), draws=4)
 
+    def test_new_gradient_pools(self):
+        self.check_new_pools(INTERPRETED[1])
+
     def test_nothing_races(self):
         case = Case(C=256, M=1, G=5, H=64, S=64, earlier=5, rows=2, segments=True, dtype="bfloat16")
         options = self.options | {"interpret": plgpu.InterpretGPUParams(detect_races=True)}
@@ -266,6 +290,9 @@ class TestMosaic(Suite):
         case = Case(C=256, M=2, G=3, H=128, S=128, earlier=20, rows=2, dtype="bfloat16")
         self.check_rounding(case, draws=20)
         self.check_rounding(dataclasses.replace(case, earlier=10, by_head=True), draws=2)
+
+    def test_new_gradient_pools(self):
+        self.check_new_pools(Case(C=512, M=2, G=7, H=128, S=128, earlier=9, rows=4, dtype="bfloat16"))
 
     def test_rows_of_the_same_pages_give_the_bits_of_one_row(self):
         case = Case(C=512, M=2, G=3, H=128, S=128, earlier=5, dtype="bfloat16")

@@ -51,6 +51,9 @@ class TestTriton(Suite):
         self.check(case, at_most_plain(case))
         self.check_repeats(case)
 
+    def test_new_gradient_pools(self):
+        self.check_new_pools(CASES[0])
+
     def test_rows_of_the_same_pages_give_the_bits_of_one_row(self):
         case = Case(C=512, M=2, G=3, H=128, S=128, earlier=5, dtype="bfloat16")
         x = inputs(case, seed=2)

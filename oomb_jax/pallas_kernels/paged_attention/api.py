@@ -111,8 +111,8 @@ def paged_attention_vjp(
     v_new: ChunkKV,
     k_pool: Pool,
     v_pool: Pool,
-    dk_pool: Pool,
-    dv_pool: Pool,
+    dk_pool: Pool | None,
+    dv_pool: Pool | None,
     layer: Int[Array, ""],
     table: Table,
     out: Chunk,
@@ -132,7 +132,9 @@ def paged_attention_vjp(
 
     Args:
       dk_pool, dv_pool: gradient pools. The pages in the table have this chunk's share added: in float32 (float64),
-        then rounded once to the pool's dtype. No other page, nor other head of a page, is written.
+        then rounded once to the pool's dtype. No other page, nor other head of a page, is written. None, both: the
+        results are new, float32 (float64), with this chunk's share alone where the table names a page, and anything
+        elsewhere.
       out, lse: results of `paged_attention` for the same arguments.
       d_out: gradient of out.
       rounding_key: rounds stochastically where the gradient pools are bfloat16, with a mean of the sum; each

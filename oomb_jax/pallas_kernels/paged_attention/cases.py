@@ -88,10 +88,12 @@ def inputs(case: Case, seed: int) -> Inputs:
     k_pool, v_pool = (hide(draw(*pool, dtype=case.pool_dtype or case.dtype)) for _ in range(2))
     masks: dict[str, Any] = {}
     if case.segments:
-        # Documents begin anywhere, about three in the pages and two in the chunk; later pages hold later documents. The
-        # chunk's first began before the middle of the last page that is named.
+        # Documents begin anywhere, about three in the pages and two in the chunk; later pages hold later documents. One
+        # goes from the middle of the last page that some row names to the first query of that row.
         rates = np.repeat((3 / (P * case.S), 2 / case.C), (P * case.S, case.C))
-        rates[int((table.max() + 0.5) * case.S) : P * case.S + 1] = 0
+        row = int(np.argmax(table.max(axis=(1, 2)) >= 0))
+        first_query = P * case.S + row * (case.C // case.rows)
+        rates[max(0, int((table[row].max() + 0.5) * case.S)) : first_query + 1] = 0
         ids = np.cumsum(rng.random(len(rates)) < rates)
         ids[-case.C :] += case.strangers
         masks["q_segments"] = jnp.asarray(ids[-case.C :], jnp.int32)

@@ -59,6 +59,6 @@ def unsupported(q, k_new, v_new, k_pool, v_pool, table, window) -> str | None:
 def unsupported_gradients(dk_pool, dv_pool) -> str | None:
     """Why the Mosaic kernels cannot add to these gradient pools; None if they can."""
     for name, x in ("dk_pool", dk_pool), ("dv_pool", dv_pool):
-        if x.dtype not in (jnp.float32, jnp.bfloat16):
+        if x is not None and x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"{name} of {x.dtype}, where the kernels take float32 or bfloat16"
     return None

@@ -53,7 +53,8 @@ def key_gradients(
     words,
     interpret,
 ):
-    """dk_new and dv_new; adds to dk_pool and dv_pool, references to flat pools.
+    """dk_new and dv_new; adds to dk_pool and dv_pool, references to flat pools. Where these are None, they are results
+    too: float32, flat, with nothing but this chunk's share.
 
     lists: the table, [R, m, K]. words: a random uint32 for each of the pools, where bfloat16 is rounded to
     stochastically.
@@ -67,7 +68,7 @@ def key_gradients(
     inverted = invert(lists, P)
     own, U = C // S, inverted.pages.shape[1]
     own_steps = lambda page: (C // ROWS - page * (S // ROWS)) * G
-    segmented = q_segments is not None
+    segmented, fresh = q_segments is not None, dk_pool is None
 
     def kernel(
         *refs,
@@ -85,7 +86,10 @@ def key_gradients(
     ):
         q_ref, d_out_ref, lse_ref, delta_ref, k_new_ref, v_new_ref, k_ref, v_ref, layer_ref, *refs = refs
         places_ref, order_ref, page_ref, first_ref, number_ref, row_ref, *refs = refs
-        *refs, dk_ref, dv_ref, dk_new_ref, dv_new_ref = refs
+        if fresh:
+            *refs, dk_new_ref, dv_new_ref, dk_ref, dv_ref = refs
+        else:
+            *refs, dk_ref, dv_ref, dk_new_ref, dv_new_ref = refs
         words_ref: Any = None if words is None else refs.pop()
         ids: Any = refs or (None, None)
         page_ids_ref, q_ids_ref = ids
@@ -193,8 +197,10 @@ def key_gradients(
                 head_of_page = page_ref[listed] * M + kv_head
                 at = layer_ref[0] * P * M + head_of_page
                 for pool, (ref, gradient) in enumerate(((dk_ref, dk), (dv_ref, dv))):
-                    before = plgpu.load(ref.at[at, inside], layout=plgpu.Layout.WGMMA, optimized=False)
-                    total = before.astype(jnp.float32) + gradient
+                    total = gradient
+                    if not fresh:
+                        before = plgpu.load(ref.at[at, inside], layout=plgpu.Layout.WGMMA, optimized=False)
+                        total = before.astype(jnp.float32) + gradient
                     if words is not None and ref.dtype == jnp.bfloat16:
                         element = (warpgroup * ROWS + position(total, 0)) * H + position(total, 1)
                         total = stochastic_round(total, random_bits(words_ref[pool], head_of_page, element))
@@ -230,10 +236,10 @@ def key_gradients(
             move(0, steps, of_queries, buffers, ready, free)
             drain(steps, [q_free, d_out_free])
 
-    gradient = jax.ShapeDtypeStruct(k_new.shape, jnp.float32)
+    gradient, pages = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k_new, flat(k_pool)))
     return plgpu.kernel(
         kernel,
-        out_type=(gradient, gradient),
+        out_type=(gradient, gradient) + (pages, pages) * fresh,
         scratch_types={
             "k_smem": smem_tile((warpgroups, ROWS, H), q.dtype),
             "v_smem": smem_tile((warpgroups, ROWS, H), q.dtype),
@@ -266,7 +272,7 @@ def key_gradients(
         *(inverted.pages.reshape(-1), inverted.first.reshape(-1), inverted.number.reshape(-1), inverted.rows),
         *((pool_segments, q_segments) if segmented else ()),
         *([] if words is None else [words]),
-        *(dk_pool, dv_pool),
+        *(() if fresh else (dk_pool, dv_pool)),
     )
 
 

@@ -12,6 +12,7 @@ a page that no row names is neither read nor written.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from oomb_jax.pallas_kernels import rounding
 from oomb_jax.pallas_kernels.mosaic_tools import LOG2E
@@ -49,14 +50,18 @@ def backward(
     delta = jnp.einsum("cnh,cnh->nc", out, d_out, preferred_element_type=jnp.float32)
     keys = key_arguments(k_new, v_new, k_pool, v_pool, layer, table, q_segments, pool_segments)
     dq = query_gradient(k_pool.shape, q, d_out, lse2, delta, *keys, rows=table.shape[0], interpret=interpret)
-    dk_ref, dv_ref = jax.new_ref(flat(dk_pool)), jax.new_ref(flat(dv_pool))
-    words = None if rounding_key is None else rounding.words(rounding_key)
-    dk_new, dv_new = key_gradients(
-        *(q, d_out, lse2, delta, k_new, v_new, k_pool, v_pool, layer, by_head(table), dk_ref, dv_ref),
-        q_segments=q_segments,
-        pool_segments=pool_segments,
-        words=words,
-        interpret=interpret,
-    )
-    dk_pool, dv_pool = (jax.freeze(ref).reshape(dk_pool.shape) for ref in (dk_ref, dv_ref))
+    tensors = q, d_out, lse2, delta, k_new, v_new
+    rest = k_pool, v_pool, layer, by_head(table)
+    options = {"q_segments": q_segments, "pool_segments": pool_segments, "interpret": interpret}
+    if dk_pool is None or dv_pool is None:
+        dk_new, dv_new, dk_pool, dv_pool = key_gradients(*tensors, *rest, None, None, words=None, **options)
+    else:
+        words = None if rounding_key is None else rounding.words(rounding_key)
+        # XLA puts a call together with the slices of stacks that it reads in a loop, and then takes two equal pools,
+        # zeros both, for one: the call would add to memory that holds anything. So it gets no slices.
+        tensors = lax.optimization_barrier(tensors)
+        refs = jax.new_ref(flat(dk_pool)), jax.new_ref(flat(dv_pool))
+        dk_new, dv_new = key_gradients(*tensors, *rest, *refs, words=words, **options)
+        dk_pool, dv_pool = map(jax.freeze, refs)
+    dk_pool, dv_pool = (pool.reshape(k_pool.shape) for pool in (dk_pool, dv_pool))
     return *(x[:queries] for x in (dq, dk_new, dv_new)), dk_pool, dv_pool

@@ -77,7 +77,7 @@ def unsupported_triton(
     if S not in (16, 32, 64, 128):
         return f"pages of {S} tokens, where the kernels take 16, 32, 64 or 128"
     for x in gradient_pools:
-        if x.dtype not in (jnp.float32, jnp.bfloat16):
+        if x is not None and x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"a gradient pool of {x.dtype}, where the kernels take float32 or bfloat16"
     if table.ndim > 2:
         return "a list of pages for each key/value head"

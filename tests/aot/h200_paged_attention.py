@@ -33,7 +33,7 @@ def main(
 ):
     """Compiles one case, the gradient pools donated."""
     q, own, pool = array(C, M * G, H), array(C, M, H), array(L, P, M, S, H)
-    gradients = array(L, P, M, S, H, dtype=gradient_dtype)
+    gradients = array(L, P, M, S, H, dtype=gradient_dtype) if gradient_dtype else None
     indices = array(dtype="int32"), array(R, *([M] if by_head else []), K, dtype="int32")
     lse = array(M * G, C, dtype="float32")
     segments = {}
@@ -46,7 +46,7 @@ def main(
         compiled(
             backward,
             *(q, own, own, pool, pool, gradients, gradients, *indices, q, lse, q),
-            donate_argnums=(5, 6),
+            donate_argnums=(5, 6) if gradient_dtype else (),
             keywords=segments | rounding,
         ),
     )

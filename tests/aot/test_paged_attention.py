@@ -23,6 +23,7 @@ CASES = {
     "pages of 64, top-k": "S=64, R=64, K=128",
     "segments, pages of 64": "segmented=True, S=64, K=512",
     "bfloat16 gradient pools": "gradient_dtype='bfloat16'",
+    "new gradient pools": "gradient_dtype=None, R=32, K=64, P=2048, L=1",
     "stochastic rounding": "gradient_dtype='bfloat16', stochastic=True",
     "segments, one list for each head": "segmented=True, by_head=True",
     "stochastic rounding, segments, top-k, lists of heads": (

@@ -327,6 +327,8 @@ def test_wrong_arguments_are_refused():
         paged_attention(q, k_new, v_new, k_pool, v_pool, layer, jnp.repeat(table[:, None], 3, axis=1))
     with pytest.raises(ValueError, match="go together"):
         paged_attention(*x.forward, q_segments=jnp.zeros(16, jnp.int32))
+    with pytest.raises(ValueError, match="dk_pool and dv_pool go together"):
+        paged_attention_vjp(q, k_new, v_new, k_pool, v_pool, x.dk_pool, None, layer, table, q, q[:, :, 0].T, q)
     with pytest.raises(ValueError, match="window of 0 tokens"):
         paged_attention(*x.forward, window=Window(0, 16, jnp.zeros(k_pool.shape[1], jnp.int32)))
     with pytest.raises(NotImplementedError, match="'mosaic': queries of float32"):

@@ -3,14 +3,9 @@
 import dataclasses
 import errno
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,37 +22,12 @@ from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
 from oomb_jax.train.data import Batch
 from oomb_jax.train.metrics import MetricsWriter, read_records
 from oomb_jax.train.optimizer import OptimizerConfig, build
-from oomb_jax.train.step import Evaluation, Step, compile_step, tree_bytes
+from oomb_jax.train.step import Step, compile_step, tree_bytes
 from tests.gradients import gradient_error, random_batch, random_model
 from tests.tolerance import F32_GRADIENT, GOLDEN_LOSS
+from tests.train.runs import final_state, flags
 
 LOSSES = Path(__file__).parents[1] / "golden" / "losses.json"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """Tokens and compiled code are kept with the test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
-
-
-@pytest.fixture
-def text(tmp_path):
-    """A small text with something to learn: words of a small vocabulary in random order."""
-    rng = np.random.default_rng(0)
-    words = ["chunk", "page", "layer", "token", "head", "pool"]
-    path = tmp_path / "text.txt"
-    path.write_text(" ".join(rng.choice(words, 4000)))
-    return path
-
-
-def flags(text: Path, out: Path, **more) -> list[str]:
-    """A run of a second: 3 chunks of 2 pages, the last one partial."""
-    given = {
-        "model": "tiny", "ctx": 300, "chunk": 128, "page": 64, "steps": 4, "learning_rate": 0.01,
-        "data": text, "out": out, "platform": "cpu",
-    } | more  # fmt: skip
-    return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def test_a_run_learns_and_writes_all_its_files(text, tmp_path, capsys):
@@ -409,133 +379,6 @@ def test_a_state_that_is_streamed_to_the_disk_is_not_updated_meanwhile(text, tmp
     meanwhile = [("gradients", True), ("update", False)]
     assert events == [("gradients", False), ("update", False), *meanwhile, *meanwhile]
     assert final_state(tmp_path / "streamed") == final_state(tmp_path / "whole")
-
-
-class Process:
-    """A run in a process of its own, to be stopped at a moment of its life."""
-
-    def __init__(self, arguments: list[str], cache: Path, code: str | None = None):
-        environment = os.environ | {
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "PYTHONUNBUFFERED": "1",
-        }
-        program = ["-m", "oomb_jax.train"] if code is None else ["-c", code]
-        command = [sys.executable, *program, *arguments]
-        self._process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    def wait_for(self, text: str) -> None:
-        """Returns once a line of output holds `text`."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if text in line:
-                return
-        raise AssertionError(f"the run ended without {text!r}")
-
-    def send(self, number: signal.Signals) -> None:
-        """Sends a signal."""
-        self._process.send_signal(number)
-
-    def end(self, number: signal.Signals | None = None) -> tuple[int, str]:
-        """Sends a signal and waits; exit status and the rest of the output."""
-        if number is not None:
-            self.send(number)
-        output, _ = self._process.communicate(timeout=120)
-        return self._process.returncode, output
-
-
-def final_state(out: Path) -> dict[str, Any]:
-    """The step of the latest checkpoint, and dtype, shape and checksum of every leaf in it."""
-    with Checkpoints(out / "checkpoints") as checkpoints:
-        latest = checkpoints.latest()
-        assert latest is not None
-        return {"step": latest, **checkpoints._about(latest)["leaves"]}
-
-
-def test_killed_and_interrupted_runs_resume_bit_for_bit(text, tmp_path):
-    """kill -9 after a save, SIGTERM inside a step, then resumed: parameters, optimizer and losses of a whole run."""
-    cache = tmp_path / "cache"
-    settings = {"steps": 40, "save_every": 5, "batch": 2, "weight_decay": 0.1, "warmup": 3}
-    whole = tmp_path / "whole"
-    process = Process(flags(text, whole, **settings), cache)
-    assert process.end()[0] == 0
-
-    out = tmp_path / "broken"
-    process = Process(flags(text, out, **settings), cache)
-    process.wait_for("step 12/40")
-    assert process.end(signal.SIGKILL)[0] == -signal.SIGKILL
-    process = Process([*flags(text, out, **settings), "--resume"], cache)
-    process.wait_for("resumed from step 10")
-    process.wait_for("step 17/40")
-    time.sleep(0.02)
-    status, output = process.end(signal.SIGTERM)
-    assert status == 128 + signal.SIGTERM
-    assert "SIGTERM: stopped after step" in output
-    assert "go on with" in output
-    process = Process([*flags(text, out, **settings), "--resume"], cache)
-    assert process.end()[0] == 0
-
-    assert final_state(out) == final_state(whole)
-    assert not parse(["--config", str(out / "settings.json")]).resume
-    losses = [[(r["step"], r["loss"]) for r in read_records(d / "metrics.jsonl")] for d in (out, whole)]
-    assert losses[0] == losses[1]
-
-
-def test_an_interrupted_last_evaluation_is_made_when_the_run_is_resumed(text, tmp_path, capfd, monkeypatch):
-    out = tmp_path / "run"
-    losses = Evaluation.losses
-
-    def interrupted(self, model, pools, batch, report):
-        if (out / "metrics.jsonl").read_text().count("\n") == 4:
-            signal.raise_signal(signal.SIGTERM)
-        return losses(self, model, pools, batch, report)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Evaluation, "losses", interrupted)
-        assert main(flags(text, out)) == 128 + signal.SIGTERM
-    told = capfd.readouterr()
-    assert "SIGTERM: stopped after step 4; saved at step 4; go on with" in told.out
-    assert "SIGTERM: the run ends after this chunk; once more ends it now" in told.err
-    assert [e["step"] for e in read_records(out / "evaluations.jsonl")] == [0]
-    beat = json.loads((out / "heartbeat.json").read_text())
-    assert (beat["pass"], beat["step"], beat["status"]) == ("ended", 4, 128 + signal.SIGTERM)
-    for _ in range(2):  # and only once
-        assert main([*flags(text, out), "--resume"]) == 0
-        assert [e["step"] for e in read_records(out / "evaluations.jsonl")] == [0, 4]
-
-
-SLOW_SAVE = """
-import sys, time
-from oomb_jax.train.__main__ import main
-from oomb_jax.train.checkpoint import Checkpoints
-save = Checkpoints.save
-def slow(self, step, *args, **kwargs):
-    if step > 2:
-        self.wait()
-        print("saving slowly", flush=True)
-        time.sleep(60)
-    save(self, step, *args, **kwargs)
-Checkpoints.save = slow
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_second_ctrl_c_ends_the_run_at_once_and_the_last_checkpoint_is_whole(text, tmp_path):
-    out = tmp_path / "run"
-    process = Process(flags(text, out, steps=100, save_every=2), tmp_path / "cache", code=SLOW_SAVE)
-    process.wait_for("step   3/100")
-    process.send(signal.SIGINT)
-    process.wait_for("SIGINT: the run ends after this chunk; once more ends it now")
-    process.wait_for("saving slowly")
-    begun = time.monotonic()
-    status, _ = process.end(signal.SIGINT)
-    assert status == -signal.SIGINT
-    assert time.monotonic() - begun < 10
-    assert final_state(out)["step"] == 2
-    assert json.loads((out / "heartbeat.json").read_text())["pass"] in ("fill", "reverse", "evaluate")
 
 
 def test_a_checkpoint_of_another_model_is_refused(text, tmp_path, capsys):

@@ -9,7 +9,7 @@ from oomb_jax.pallas_kernels.device import choose, no_hopper
 from oomb_jax.pallas_kernels.paged_attention import reference
 from oomb_jax.pallas_kernels.paged_attention.config import unsupported, unsupported_gradients
 from oomb_jax.pallas_kernels.paged_attention.triton_config import unsupported_triton
-from oomb_jax.shapes import iota
+from oomb_jax.shapes import accumulator, iota
 
 Implementation = Literal["reference", "mosaic", "triton"]
 """`mosaic` needs a Hopper GPU, `triton` an NVIDIA GPU of compute capability 8.0 or higher and jax-triton."""
@@ -134,7 +134,7 @@ def paged_attention_vjp(
       dk_pool, dv_pool: gradient pools. The pages in the table have this chunk's share added: in float32 (float64),
         then rounded once to the pool's dtype. No other page, nor other head of a page, is written. None, both: the
         results are new, float32 (float64), with this chunk's share alone where the table names a page, and anything
-        elsewhere.
+        elsewhere, and there is no rounding.
       out, lse: results of `paged_attention` for the same arguments.
       d_out: gradient of out.
       rounding_key: rounds stochastically where the gradient pools are bfloat16, with a mean of the sum; each
@@ -145,6 +145,8 @@ def paged_attention_vjp(
       (float64); the two gradient pools.
     """
     _check(q, k_new, k_pool, table, q_segments, pool_segments, window)
+    if (dk_pool is None) != (dv_pool is None):
+        raise ValueError("dk_pool and dv_pool go together: give both, or None for both")
     tensors = q, k_new, v_new, k_pool, v_pool
     options = {"table": table, "window": window, "rounding_key": rounding_key}
     refusals = {
@@ -152,6 +154,8 @@ def paged_attention_vjp(
         "triton": unsupported_triton(*tensors, dk_pool, dv_pool, **options),
     }
     chosen = choose("paged attention, backward", implementation, refusals)
+    if dk_pool is None and chosen != "mosaic":  # those kernels make the two themselves
+        dk_pool, dv_pool = (jnp.zeros(k_pool.shape, accumulator(q.dtype)) for _ in range(2))
     arguments = q, k_new, v_new, k_pool, v_pool, dk_pool, dv_pool, layer, table, out, lse, d_out
     segments = _segments(q, k_pool, q_segments, pool_segments, page_lengths)
     if chosen == "mosaic":

@@ -53,7 +53,7 @@ def backward(
     tensors = q, d_out, lse2, delta, k_new, v_new
     rest = k_pool, v_pool, layer, by_head(table)
     options = {"q_segments": q_segments, "pool_segments": pool_segments, "interpret": interpret}
-    if dk_pool is None or dv_pool is None:
+    if dk_pool is None:
         dk_new, dv_new, dk_pool, dv_pool = key_gradients(*tensors, *rest, None, None, words=None, **options)
     else:
         words = None if rounding_key is None else rounding.words(rounding_key)

@@ -87,8 +87,6 @@ def backward(
     table = by_head(table)
     M, R = k_new.shape[1], table.shape[0]
     dtype = accumulator(q.dtype)
-    if dk_pool is None or dv_pool is None:
-        dk_pool, dv_pool = (jnp.zeros(k_pool.shape, dtype) for _ in range(2))
     grouped, d_grouped = (_group(x.astype(dtype), M, 1) for x in (q, d_out))
     lse = lse.reshape(M, N // M, 1, C)
     # sum_j p_ij dp_ij = out_i · d_out_i, so the softmax's backward pass needs no second sweep over the keys.

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jax import lax
 
 from oomb_jax.pallas_kernels.paged_attention.page_lists import by_head, invert
 from oomb_jax.pallas_kernels.paged_attention.triton import (
@@ -48,8 +47,6 @@ def backward(
     compute_capability=None,
 ):
     """See `api.paged_attention_vjp`. Narrow gradient pools are added to in float32 and rounded once, to nearest."""
-    if dk_pool is None or dv_pool is None:
-        dk_pool, dv_pool = (jnp.zeros(k_pool.shape, jnp.float32) for _ in range(2))
     queries = q, d_out, lse * LOG2E.value, jnp.einsum("cnh,cnh->nc", out, d_out, preferred_element_type=jnp.float32)
     keys = k_new, v_new, k_pool, v_pool
     layer, table, pages, *segments = row_arguments(layer, table, q_segments, pool_segments)
@@ -59,8 +56,6 @@ def backward(
     options = {"segmented": q_segments is not None, "compute_capability": compute_capability}
     dq = query_gradient(*queries, *keys, layer, table, pages, *segments, **options, tile=tile.dq)
     lists = (x.reshape(-1) for x in invert(by_head(table), k_pool.shape[1]))
-    queries, k_new, v_new = lax.optimization_barrier((queries, k_new, v_new))  # see `mosaic_vjp`
-    keys = k_new, v_new, k_pool, v_pool
     dk_new, dv_new, dk_pool, dv_pool = key_gradients(
         *(*queries, *keys, layer, *lists, *segments, dk_pool, dv_pool),
         **options,

@@ -8,6 +8,7 @@ device would wait for it; with two in turns one computes meanwhile. The second c
 they are written before it chooses.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -140,7 +141,7 @@ def _in_turns(layers: Any, group: Group, chunks: list[Chunk], filling: Filling, 
 
 def _begin(layer: Any, group: Group, chunk: Chunk, l: Int[Array, ""], filling: Filling, h: Hidden):
     """Layer l up to its attention: what that takes, and what is kept of the keys and the choice."""
-    q, k, v = layer.attention_inputs(h, chunk.positions)
+    q, k, v = _alone(layer.attention_inputs, h, chunk.positions)
     means = filling.representatives
     table = chunk.choose(None if means is None else means[l], q)
     if means is not None:
@@ -159,4 +160,10 @@ def _begin(layer: Any, group: Group, chunk: Chunk, l: Int[Array, ""], filling: F
 def _end(layers: Any, chunk: Chunk, l: Int[Array, ""], begun: _Begun, here: Pages) -> Hidden:
     """The rest of the layer."""
     o, _ = attention(chunk, here, begun.q, begun.k, begun.v)
-    return layer_at(layers, l).attention_output(begun.h, o)
+    return _alone(layer_at(layers, l).attention_output, begun.h, o)
+
+
+def _alone(part: Callable[..., Any], *arrays: Array) -> Any:
+    """What a part of a layer makes of the arrays, compiled the same wherever it stands: XLA joins matrix products and
+    sums in other orders by what is around them, and two chunks in turns would not give the bits of one by one."""
+    return lax.optimization_barrier(part(*lax.optimization_barrier(arrays)))

@@ -98,7 +98,9 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
     shapes = jax.eval_shape(lambda: _pools(model, ctx, config, gradients))
     if shapes.host is not None and _device().platform == "gpu":
         away = [getattr(shapes.host, name) for name in PAGE_ARRAYS]
-        check_pinned(sum(pool.size * pool.dtype.itemsize for pool in away))
+        size = sum(pool.size * pool.dtype.itemsize for pool in away)
+        check_pinned(size)
+        _take_region(size)
     return _pools(model, ctx, config, gradients)
 
 
@@ -154,6 +156,14 @@ def check_pinned(needed: int) -> None:
             f"pools of {needed / 2**30:.1f} GiB in host memory, where JAX may pin {limit:g}; before it starts, set "
             f"{PINNED}={math.ceil(needed / 2**30) + 1}"
         )
+
+
+def _take_region(size: int) -> None:
+    """Makes JAX hold so many bytes of pinned host memory in one piece, for arrays to come. It takes regions of powers
+    of two, and what is left of each is too small for the next pool: four pools of 66 GiB would not fit into 67."""
+    region = _host_array((-(-size // 2**20), 2**20), jnp.uint8)
+    region.block_until_ready()
+    region.delete()
 
 
 def _device() -> Any:

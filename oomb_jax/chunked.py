@@ -275,14 +275,16 @@ def _layers_backward(layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, saved:
         l, dh, pools, grads, ahead = carry
         layer = layer_at(layers, l)
         here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, coming)
-        d_output, dh, do = s.output_vjp.replace(args_res=[layer, s.h, s.o])(dh)
+        dh, h = lax.optimization_barrier((dh, s.h))
+        d_output, dh, do = s.output_vjp.replace(args_res=[layer, h, s.o])(dh)
         if ahead is not None:
             do, ahead = lax.optimization_barrier((do, ahead))  # the fetch ends here
         dq, own, pools = attention_vjp(pools, group, l, chunk, here, (s.q, s.k, s.v, s.o, s.lse), do)
         dk, dv = (gradient.astype(s.k.dtype) for gradient in own)
-        d_inputs, more_dh = s.inputs_vjp.replace(args_res=[layer, s.h])((dq, dk, dv))
+        dq, dk, dv, dh, h = lax.optimization_barrier((dq, dk, dv, dh, h))
+        d_inputs, more_dh = s.inputs_vjp.replace(args_res=[layer, h])((dq, dk, dv))
         total = add(add(layer_at(grads, l), d_output), d_inputs)
-        return l - 1, dh + more_dh, pools, _put(grads, total, l), ahead
+        return l - 1, lax.optimization_barrier(dh + more_dh), pools, _put(grads, total, l), ahead
 
     for group, stack in reversed(list(zip(groups(pools), saved, strict=True))):
         last = group.stop - 1

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 from oomb_jax.chunk import Chunk
 from oomb_jax.config import Config
 from oomb_jax.forward import Filling, forward, together
+from oomb_jax.layer_loops import Kept, go_down, go_up
 from oomb_jax.loss import embed_gradient, head_gradient, head_losses
 from oomb_jax.parts import add, join, key_shape, layer_at, layer_count, split, zero_gradients
 from oomb_jax.placement import (
@@ -236,12 +237,14 @@ class _Saved(NamedTuple):
     output_vjp: Any
 
 
-def _layers_recompute(layers: Any, chunk: Chunk, pools: Pools, h: Hidden) -> tuple[Hidden, list[_Saved]]:
+def _layers_recompute(layers: Any, chunk: Chunk, pools: Pools, h: Hidden) -> tuple[Hidden, list[Kept]]:
     """All layers again, keeping for the backward pass what `config.remat` says, a stack for each group of layers."""
     remat = _remat(chunk.config)
 
     def body(group, carry, coming):
         l, h, ahead = carry
+        # What is fetched here comes into a buffer that the layer before has read from.
+        h, coming = lax.optimization_barrier((h, coming))
         layer = layer_at(layers, l)
         here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, coming)
         inputs = remat(lambda layer, h: layer.attention_inputs(h, chunk.positions))
@@ -263,19 +266,19 @@ def _layers_recompute(layers: Any, chunk: Chunk, pools: Pools, h: Hidden) -> tup
         ahead, coming = _fetch_ahead(pools, group, chunk, 1)
         step = lambda carry, coming, group=group: body(group, carry, coming)
         carry = jnp.int32(group.start), h, ahead
-        (_, h, _), stack = lax.scan(step, carry, coming, length=group.stop - group.start)
-        saved.append(stack)
+        (_, h, _), kept = go_up(step, carry, coming, group.stop - group.start, pairs=group.staged)
+        saved.append(kept)
     return h, saved
 
 
-def _layers_backward(layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, saved: list[_Saved], grads: Any):
+def _layers_backward(layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, saved: list[Kept], grads: Any):
     """Back through all layers: the gradient of the chunk's embeddings, the pools, the layers' gradients."""
 
     def body(group, carry, s, coming):
         l, dh, pools, grads, ahead = carry
+        dh, h, coming = lax.optimization_barrier((dh, s.h, coming))
         layer = layer_at(layers, l)
         here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, coming)
-        dh, h = lax.optimization_barrier((dh, s.h))
         d_output, dh, do = s.output_vjp.replace(args_res=[layer, h, s.o])(dh)
         if ahead is not None:
             do, ahead = lax.optimization_barrier((do, ahead))  # the fetch ends here
@@ -286,12 +289,13 @@ def _layers_backward(layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, saved:
         total = add(add(layer_at(grads, l), d_output), d_inputs)
         return l - 1, lax.optimization_barrier(dh + more_dh), pools, _put(grads, total, l), ahead
 
-    for group, stack in reversed(list(zip(groups(pools), saved, strict=True))):
+    for group, kept in reversed(list(zip(groups(pools), saved, strict=True))):
         last = group.stop - 1
         ahead, coming = _fetch_ahead(pools, group, chunk, -1)
         carry = jnp.int32(last), dh, pools, grads, ahead
-        step = lambda carry, x, group=group: (body(group, carry, *x), None)
-        _, dh, pools, grads, _ = lax.scan(step, carry, (stack, coming), reverse=True)[0]
+        step = lambda carry, s, coming, group=group: body(group, carry, s, coming)
+        n = group.stop - group.start
+        _, dh, pools, grads, _ = go_down(step, carry, kept, coming, n, pairs=group.staged)
     return dh, pools, grads
 
 

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from oomb_jax.chunk import Chunk
 from oomb_jax.config import Config
+from oomb_jax.fetching import Wanted, downwards, fetch, here_and_ahead, upwards
 from oomb_jax.forward import Filling, forward, together
 from oomb_jax.layer_loops import Kept, go_down, go_up
 from oomb_jax.loss import embed_gradient, head_gradient, head_losses
@@ -33,12 +34,9 @@ from oomb_jax.placement import (
     Pages,
     attention,
     attention_vjp,
-    fetched,
     groups,
-    pages,
 )
 from oomb_jax.pools import Pools, check_pools, clear_gradients
-from oomb_jax.selection import Staging, stage
 from oomb_jax.sequence import Sequence, check_batch, cut, loss_weight, segments_ordered, top_k
 from oomb_jax.shapes import (
     Hidden,
@@ -211,11 +209,11 @@ def reverse(
         chunk = Chunk.of(sequence, c, config)
         outer_grads, layer_grads = split(carry.grads)
         with jax.named_scope("recompute"):
-            h, saved = _layers_recompute(layers, chunk, carry.pools, outer.embed(sequence.tokens[c]))
+            h, kept, last = _layers_recompute(layers, chunk, carry.pools, outer.embed(sequence.tokens[c]))
         with jax.named_scope("head"):
             loss, dh, outer_grads = head_gradient(outer, outer_grads, h, sequence.labels[c], weight)
         with jax.named_scope("backward"):
-            dh, pools, layer_grads = _layers_backward(layers, chunk, carry.pools, dh, saved, layer_grads)
+            dh, pools, layer_grads = _layers_backward(layers, chunk, carry.pools, dh, kept, last, layer_grads)
             outer_grads = embed_gradient(outer, outer_grads, sequence.tokens[c], dh)
         return Carry(pools=pools, grads=join(outer_grads, layer_grads)), loss
 
@@ -237,8 +235,19 @@ class _Saved(NamedTuple):
     output_vjp: Any
 
 
-def _layers_recompute(layers: Any, chunk: Chunk, pools: Pools, h: Hidden) -> tuple[Hidden, list[Kept]]:
-    """All layers again, keeping for the backward pass what `config.remat` says, a stack for each group of layers."""
+class _KeptGroup(NamedTuple):
+    """What the recomputed forward pass of a group of layers keeps."""
+
+    group: Group
+    wanted: Wanted | None
+    saved: Kept
+
+
+def _layers_recompute(
+    layers: Any, chunk: Chunk, pools: Pools, h: Hidden
+) -> tuple[Hidden, list[_KeptGroup], Pages | None]:
+    """All layers again, keeping for the backward pass what `config.remat` says; and the pages of the last layer, with
+    which that pass begins, where they are fetched."""
     remat = _remat(chunk.config)
 
     def body(group, carry, coming):
@@ -246,7 +255,7 @@ def _layers_recompute(layers: Any, chunk: Chunk, pools: Pools, h: Hidden) -> tup
         # What is fetched here comes into a buffer that the layer before has read from.
         h, coming = lax.optimization_barrier((h, coming))
         layer = layer_at(layers, l)
-        here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, coming)
+        here, ahead = here_and_ahead(pools, group, chunk, l, ahead, coming)
         inputs = remat(lambda layer, h: layer.attention_inputs(h, chunk.positions))
         (q, k, v), inputs_vjp = jax.vjp(inputs, layer, h, saveable_args=False)
         o, lse = attention(chunk, here, q, k, v)
@@ -261,24 +270,27 @@ def _layers_recompute(layers: Any, chunk: Chunk, pools: Pools, h: Hidden) -> tup
         result, ahead, keep = lax.optimization_barrier((result, ahead, keep))
         return (l + 1, result, ahead), keep
 
-    saved = []
+    kept, last = [], None
     for group in groups(pools):
-        ahead, coming = _fetch_ahead(pools, group, chunk, 1)
+        wanted = Wanted.of(pools, group, chunk)
+        first, coming = upwards(wanted)
         step = lambda carry, coming, group=group: body(group, carry, coming)
-        carry = jnp.int32(group.start), h, ahead
-        (_, h, _), kept = go_up(step, carry, coming, group.stop - group.start, pairs=group.staged)
-        saved.append(kept)
-    return h, saved
+        carry = jnp.int32(group.start), h, fetch(pools, group, first)
+        (_, h, last), saved = go_up(step, carry, coming, group.stop - group.start, pairs=group.staged)
+        kept.append(_KeptGroup(group, wanted, saved))
+    return h, kept, last
 
 
-def _layers_backward(layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, saved: list[Kept], grads: Any):
+def _layers_backward(
+    layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, kept: list[_KeptGroup], last: Pages | None, grads: Any
+) -> tuple[Hidden, Pools, Any]:
     """Back through all layers: the gradient of the chunk's embeddings, the pools, the layers' gradients."""
 
     def body(group, carry, s, coming):
         l, dh, pools, grads, ahead = carry
         dh, h, coming = lax.optimization_barrier((dh, s.h, coming))
         layer = layer_at(layers, l)
-        here, ahead = _here_and_ahead(pools, group, chunk, l, ahead, coming)
+        here, ahead = here_and_ahead(pools, group, chunk, l, ahead, coming)
         d_output, dh, do = s.output_vjp.replace(args_res=[layer, h, s.o])(dh)
         if ahead is not None:
             do, ahead = lax.optimization_barrier((do, ahead))  # the fetch ends here
@@ -289,56 +301,14 @@ def _layers_backward(layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, saved:
         total = add(add(layer_at(grads, l), d_output), d_inputs)
         return l - 1, lax.optimization_barrier(dh + more_dh), pools, _put(grads, total, l), ahead
 
-    for group, kept in reversed(list(zip(groups(pools), saved, strict=True))):
-        last = group.stop - 1
-        ahead, coming = _fetch_ahead(pools, group, chunk, -1)
-        carry = jnp.int32(last), dh, pools, grads, ahead
+    for group, wanted, saved in reversed(kept):
+        first, coming = downwards(wanted)
+        ahead = last if group is kept[-1].group else fetch(pools, group, first)
+        carry = jnp.int32(group.stop - 1), dh, pools, grads, ahead
         step = lambda carry, s, coming, group=group: body(group, carry, s, coming)
         n = group.stop - group.start
-        _, dh, pools, grads, _ = go_down(step, carry, kept, coming, n, pairs=group.staged)
+        _, dh, pools, grads, _ = go_down(step, carry, saved, coming, n, pairs=group.staged)
     return dh, pools, grads
-
-
-class _Coming(NamedTuple):
-    """What a staged layer fetches while it computes: the pages of the layer after it."""
-
-    l: Int[Array, ""]
-    slots: Staging
-
-
-def _fetch_ahead(pools: Pools, group: Group, chunk: Chunk, step: int) -> tuple[Pages | None, _Coming | None]:
-    """The pages of the first layer of a loop, and for each of its layers, in rising order, what is fetched meanwhile.
-    Nothing where pages are at hand.
-
-    All slots are made before the loop, and its index comes with them: XLA lets an index that a loop counts up wait for
-    everything that reads the old one, and so would the fetch.
-    """
-    if not group.staged:
-        return None, None
-    P, n = group.held(pools).k.shape[1], group.stop - group.start
-    layers = group.start + iota(n)
-    slots = jax.vmap(lambda l: stage(_chosen(pools, chunk, l), P))(layers)
-    first = 0 if step > 0 else n - 1
-    ahead = fetched(pools, group, layers[first], jax.tree.map(lambda x: x[first], slots))
-    # After the last there is nothing to fetch.
-    coming = jax.tree.map(lambda x: jnp.roll(x, -step, axis=0), _Coming(layers, slots))
-    none = coming.slots.pages.at[n - 1 - first].set(-1)
-    return ahead, coming._replace(slots=coming.slots._replace(pages=none))
-
-
-def _here_and_ahead(pools: Pools, group: Group, chunk: Chunk, l, ahead: Pages | None, coming: _Coming | None):
-    """The pages of layer l, and those of the next one, which are fetched while l computes."""
-    if ahead is None or coming is None:
-        return pages(pools, group, l, _chosen(pools, chunk, l)), None
-    return ahead, fetched(pools, group, coming.l, coming.slots)
-
-
-def _chosen(pools: Pools, chunk: Chunk, l) -> Int[Array, "R *M K"]:
-    """The pages that the chunk attends to in layer l, chosen in the fill pass."""
-    if chunk.top_k is None:
-        return chunk.all_pages()
-    assert pools.selection is not None  # check_pools
-    return pools.selection[chunk.number, l]
 
 
 def _put(stack: Any, layer: Any, l: Int[Array, ""] | int) -> Any:

@@ -43,7 +43,8 @@ def test_activations_are_what_the_engine_keeps(remat):
         sequence = cut(tokens, tokens, None, config)
         chunk = Chunk.of(sequence, jnp.int32(1), config)
         outer, layers = chunked.split(model)
-        return chunked._layers_recompute(layers, chunk, pools, outer.embed(sequence.tokens[1]))[1]
+        _, groups, _ = chunked._layers_recompute(layers, chunk, pools, outer.embed(sequence.tokens[1]))
+        return [group.saved for group in groups]
 
     pools = jax.eval_shape(lambda model: oomb_jax.create_pools(model, T, config), model)
     saved = jax.eval_shape(recompute, model, pools, jax.ShapeDtypeStruct((T,), jnp.int32))

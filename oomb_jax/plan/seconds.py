@@ -18,6 +18,10 @@ BESIDE_MOVERS = 0.5
 """Of the time that pages are under way, what products beside them lose to the movers, which hold multiprocessors. In
 a traced step at 65,536 tokens products of 0.69 ms took 1.29 and 0.99 beside 1.64 ms of fetches."""
 
+NARROW_HEADS = 0.72
+"""Of the rates of attention, which are those of heads of 128, what narrower ones reach: a step of qwen2.5-0.5b with heads
+of 64 at 131,072 tokens took 9.75 s (benchmarks/results/qwen2.5-0.5b-128k-h200)."""
+
 FULL_SHARE = 0.65
 """Of a layer's products, those that `remat="full"` computes again: all but the first and the last ones."""
 
@@ -66,7 +70,8 @@ def estimate(job: Job, device: Device, distinct: float | None = None) -> Seconds
     backward += n * L * 2 * (gradient_bytes(s.layer, config) + tree_bytes(s.layer)) / device.memory_rate
     head = n * 6 * s.head.size * C / device.head
     pairs = sum(_pairs(job, attention, c) for c in range(n))
-    forward_rate, backward_rate = device.attention if attention is None else device.top_k
+    rates = device.attention if attention is None else device.top_k
+    forward_rate, backward_rate = (rate * (1 if H >= 128 else NARROW_HEADS) for rate in rates)
     product = 2 * N * H * pairs
     in_fill = pairs - (_pairs(job, attention, n - 1) if attention is None else 0)
     fill += (L - 1) * 2 * 2 * N * H * in_fill / forward_rate + _choosing(job, attention, device)

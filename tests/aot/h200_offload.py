@@ -3,7 +3,8 @@
     XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m tests.aot.h200_offload "dict(hbm_layers=0)" 262144 1048576
 
 Prints, for each context, its bytes in the GPU's memory (arguments, results, temporaries), those of the plan, those of
-temporaries on the host, what else touches the pools there, copies of pools, and what runs beside every fetch.
+temporaries on the host, what else touches the pools there, copies of pools and of fetched pages, and what runs beside
+every fetch.
 """
 
 import functools
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 import oomb_jax
 from oomb_jax.plan import Job, account
+from oomb_jax.plan.memory import staging_slots
 from oomb_jax.pools import PAGE_ARRAYS
 from oomb_jax.train.compiled import pool_copies
 from tests.aot.h200 import array, compiled
@@ -46,11 +48,14 @@ def main(contexts: list[int], **settings) -> None:
         print("context:", context)
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         print("device:", held + memory.temp_size_in_bytes)
-        print("planned:", account(Job(model=model, config=config, ctx=context)).hbm["total"])
+        job = Job(model=model, config=config, ctx=context)
+        print("planned:", account(job).hbm["total"])
         print("host temporaries:", memory.host_temp_size_in_bytes)
         print("host not in place:", memory.host_argument_size_in_bytes - memory.host_alias_size_in_bytes)
         print("on the host:", [line.strip()[:200] for line in text.splitlines() if touches_host(line)])
         print("copied:", pool_copies(text, pools))
+        fetched = ",".join(map(str, (staging_slots(job), *host.k.shape[2:])))
+        print("fetched pages copied:", len(re.findall(rf"= \w+\[(?:1,)?{fetched}\]\S* copy\(", text)))
         for scope, counts in hidden(text).items():
             print(f"products beside a fetch, {scope}:", *counts)
 

@@ -31,6 +31,7 @@ def device_bytes(settings: str, *contexts: int) -> tuple[list[int], list[int]]:
     assert figures("context") == list(contexts)
     assert figures("host temporaries") == [0] * len(contexts)
     assert figures("host not in place") == [0] * len(contexts)
+    assert figures("fetched pages copied") == [0] * len(contexts)
     assert done.stdout.count("on the host: []") == len(contexts), done.stdout
     if "float8" in settings:
         assert done.stdout.count("copied: []") == len(contexts), done.stdout

@@ -35,6 +35,7 @@ from oomb_jax.placement import (
     attention,
     attention_vjp,
     groups,
+    missing_slots,
 )
 from oomb_jax.pools import Pools, check_pools, clear_gradients
 from oomb_jax.sequence import Sequence, check_batch, cut, loss_weight, segments_ordered, top_k
@@ -75,7 +76,8 @@ def value_and_grad(
 
     Returns:
       loss: float32 (float64 for a float64 model); 0 where no label is valid. NaN where segments decrease but are
-        traced, so that nobody could look at them before.
+        traced, so that nobody could look at them before, and where the chosen pages take more than
+        `config.kv_grad_pages`.
       grads: a pytree like the model, of `config.grad_dtype`.
       pools: to be passed to the next call.
 
@@ -91,9 +93,11 @@ def value_and_grad(
         sequence = cut(tokens, labels, segments, config)
         filling = start_filling(model, clear_gradients(carry.pools), sequence, config)
         pools = fill(model, filling, sequence, config, iota(fill_chunks(sequence, config))).pools
+        missing = missing_slots(pools, sequence, config)
         carry = Carry(pools=pools, grads=carry.grads)
         carry, losses = reverse(model, carry, sequence, weight, config, iota(sequence.chunks)[::-1])
-        return carry, jnp.sum(losses)
+        loss = jnp.sum(losses)
+        return carry, loss if missing is None else jnp.where(missing > 0, jnp.nan, loss)
 
     carry = Carry(pools=pools, grads=zero_gradients(model, config))
     carry, losses = lax.scan(one, carry, (tokens, labels, segments))

@@ -51,6 +51,11 @@ class Config:
     kv_grad_dtype: DTypeLike | None = None
     """dtype of the key and value gradient pools; not float16. None: float32 (float64 for a float64 model)."""
 
+    kv_grad_pages: int | None = None
+    """With `TopK`, pages of a layer that the key and value gradient pools have room for, where pages are fetched (pools
+    in host memory or in float8): only those between the last chunk that chose them and their own hold a gradient.
+    `most_at_once` tells how many that are; with fewer the loss is NaN. None: all pages."""
+
     hbm_layers: int | None = None
     """Layers, from the first, whose pools stay in the GPU's memory; those of the others are in pinned host memory.
     None: all layers."""
@@ -69,6 +74,8 @@ class Config:
             )
         if not isinstance(self.attention, Attention):
             raise ValueError(f"attention={self.attention!r}: Dense() or TopK()")
+        if self.kv_grad_pages is not None and (self.kv_grad_pages < 1 or isinstance(self.attention, Dense)):
+            raise ValueError(f"kv_grad_pages={self.kv_grad_pages}: at least 1, and with TopK attention alone")
         if self.hbm_layers is not None and self.hbm_layers < 0:
             raise ValueError(f"hbm_layers={self.hbm_layers}: at least 0")
         if self.remat not in ("none", "dots", "full"):

@@ -15,13 +15,16 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from oomb_jax.chunk import Chunk
+from oomb_jax.config import Config
+from oomb_jax.gradient_slots import give_back, most_at_once, take
 from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, on_copy_stream, quantise, store_pages
 from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
 from oomb_jax.pools import LayerPools, Pools
 from oomb_jax.selection import Staging, attention_mass, stage
+from oomb_jax.sequence import Sequence, top_k
 from oomb_jax.shapes import Keys, Pool, Queries, Values, accumulator, iota
 
 Table = Int[Array, "R *M K"]
@@ -68,7 +71,7 @@ class Group(NamedTuple):
         """The pools of its layers."""
         return getattr(pools, self.memory)
 
-    def update(self, pools: Pools, **arrays: Array | None) -> Pools:
+    def update(self, pools: Pools, **arrays: Any) -> Pools:
         """`pools` with some arrays of its layers replaced."""
         return pools._replace(**{self.memory: self.held(pools)._replace(**arrays)})
 
@@ -135,13 +138,12 @@ def attention_vjp(
     pools with those of earlier pages added. saved: q, k, v, o and lse."""
     held, layer = group.held(pools), l - group.start
     key = None if chunk.rounding is None else jax.random.fold_in(chunk.rounding, l)
-    written, later = None, None
-    if group.staged:
-        assert held.touched is not None
+    own_slots, later = None, None
+    if held.slots is not None:
         # Asked for beside the kernel, when nothing else is on its way.
-        written = lax.dynamic_slice_in_dim(held.touched[layer], chunk.first_page, chunk.rows)
-        written, do = lax.optimization_barrier((written, do))
-        later = [fetch(pool, layer, jnp.where(written, chunk.own_pages, -1)) for pool in (held.dk, held.dv)]
+        own_slots = lax.dynamic_slice_in_dim(held.slots.of_page[layer], chunk.first_page, chunk.rows)
+        own_slots, do = lax.optimization_barrier((own_slots, do))
+        later = [fetch(pool, layer, own_slots) for pool in (held.dk, held.dv)]
     q, k, v, o, lse = saved
     dk_pool, dv_pool = (None, None) if group.staged else (held.dk, held.dv)
     dq, dk, dv, *gradients = paged_attention_vjp(
@@ -159,34 +161,46 @@ def attention_vjp(
     else:
         # Read before the update, of other pages: the barrier keeps XLA from copying the pool for it.
         later, gradients = lax.optimization_barrier((later, gradients))
-        pools = group.update(pools, **_added(held, layer, pages.ids, gradients, key))
-    total = (own + _by_token(pages, written).astype(own.dtype) for own, pages in zip((dk, dv), later, strict=True))
+        pools = group.update(pools, **_added(held, layer, chunk, pages.ids, gradients, key))
+    total = (own + _by_token(pages, own_slots).astype(own.dtype) for own, pages in zip((dk, dv), later, strict=True))
     return dq, KeyGradients(*total), pools
 
 
-def _by_token(pages: Float[Array, "R M S H"], written: Bool[Array, " R"] | None) -> Float[Array, "C M H"]:
+def _by_token(pages: Float[Array, "R M S H"], slots: Int[Array, " R"] | None) -> Float[Array, "C M H"]:
     """Pages of a chunk as its keys are; 0 for those that hold anything, because nobody added to them."""
-    if written is not None:
-        pages = jnp.where(written[:, None, None, None], pages, 0)
+    if slots is not None:
+        pages = jnp.where((slots >= 0)[:, None, None, None], pages, 0)
     R, M, S, H = pages.shape
     return pages.swapaxes(1, 2).reshape(R * S, M, H)
 
 
-def _added(held: LayerPools, layer, ids, gradients, key) -> dict[str, Array]:
-    """The pools of staged layers that change when gradients of fetched pages are added."""
-    assert held.touched is not None
+def _added(held: LayerPools, layer, chunk: Chunk, ids, gradients, key) -> dict[str, Any]:
+    """What changes in the pools of staged layers when gradients of fetched pages are added, and those of the chunk's
+    own pages are done with."""
+    assert held.slots is not None
     assert ids is not None
-    fresh = ~held.touched[layer, jnp.maximum(ids, 0)]
+    slots = give_back(held.slots, layer, chunk.first_page, chunk.rows)
+    taken, fresh, slots = take(slots, layer, ids)
     dk, dv = (
-        add(pool, layer, ids, more[0], fresh, rounding_key=key, word=word)
+        add(pool, layer, taken, more[0], fresh, rounding_key=key, word=word)
         for word, (pool, more) in enumerate(((held.dk, gradients[0]), (held.dv, gradients[1])))
     )
-    nowhere = held.touched.shape[1]
-    return {
-        "dk": dk,
-        "dv": dv,
-        "touched": held.touched.at[layer, jnp.where(ids < 0, nowhere, ids)].set(True, mode="drop"),
-    }
+    return {"dk": dk, "dv": dv, "slots": slots}
+
+
+def missing_slots(pools: Pools, sequence: Sequence, config: Config) -> Int[Array, ""] | None:
+    """After the fill pass, the slots for gradients that a layer lacks, 0 where they suffice; None where there is one
+    for every page."""
+    few = [g for g in groups(pools) if (slots := g.held(pools).slots) is not None and slots.free is not None]
+    rows, n, missing = sequence.chunk // config.page, sequence.chunks, []
+    for group in few:
+        if top_k(n * sequence.chunk, config) is None:  # every page is chosen by the last chunk
+            most = jnp.int32((n - 1) * rows)
+        else:
+            assert pools.selection is not None
+            most = most_at_once(pools.selection[:n, group.start : group.stop]).max()
+        missing.append(jnp.maximum(most - group.held(pools).dk.shape[1], 0))
+    return jnp.stack(missing).max() if missing else None
 
 
 def mass(

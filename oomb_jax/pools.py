@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from oomb_jax.config import Config
+from oomb_jax.gradient_slots import GradientSlots, all_free
 from oomb_jax.pallas_kernels.page_move.api import FLOAT8
 from oomb_jax.parts import key_shape, layer_count
 from oomb_jax.sequence import chunk_count, chunk_length, top_k
@@ -33,9 +34,9 @@ class LayerPools(NamedTuple):
     v: Pool
     dk: Pool
     dv: Pool
-    touched: Bool[Array, "layers P"] | None = None
-    """Which gradient pages were written in this step; the others hold anything and count as 0. None: the layers are not
-    `staged`, and a step begins with gradients of 0."""
+    slots: GradientSlots | None = None
+    """Where the gradients lie in dk and dv. None: the layers are not `staged`, every page is where its number says, and
+    a step begins with gradients of 0."""
     k_scale: Float32[Array, "layers P M"] | None = None
     """Of float8 keys, the power of two that a page and head is multiplied by; on the device, wherever the pages are."""
     v_scale: Float32[Array, "layers P M"] | None = None
@@ -43,7 +44,12 @@ class LayerPools(NamedTuple):
     @property
     def staged(self) -> bool:
         """Whether kernels work on copies of the pages: in host memory they cannot read them, and not in float8."""
-        return self.touched is not None
+        return self.slots is not None
+
+    @property
+    def gradient_pages(self) -> int:
+        """Pages that may get a gradient."""
+        return self.dk.shape[1] if self.slots is None else self.slots.of_page.shape[1]
 
 
 class Pools(NamedTuple):
@@ -83,13 +89,13 @@ def create_pools(model: Any, ctx: int, config: Config, *, gradients: bool = True
     Args:
       model: a model as `oomb_jax.models` makes it, or its `jax.eval_shape`: only shapes are read.
       ctx: tokens of the longest sequence, rounded up to whole chunks.
-      config: `page`, `chunk`, `attention`, `kv_dtype`, `kv_grad_dtype` and `hbm_layers` matter.
+      config: `page`, `chunk`, `attention`, `kv_dtype`, `kv_grad_dtype`, `kv_grad_pages` and `hbm_layers` matter.
       gradients: False leaves out what only a reverse pass needs: the gradient pools have no pages, and no selection is
         kept. For `token_losses`.
 
     Returns:
-      Pools of 2·L·P·M·S·H elements of `kv_dtype`, and as many of `kv_grad_dtype`. For Top-K attention P·L·K int32
-      more, for float8 2·L·P·M float32. Those in host memory are not initialised.
+      Pools of 2·L·P·M·S·H elements of `kv_dtype`, and as many of `kv_grad_dtype`, or fewer by `kv_grad_pages`. For
+      Top-K attention P·L·K int32 more, for float8 2·L·P·M float32. Those in host memory are not initialised.
 
     Raises:
       ValueError: ctx is below 1, the model has fewer layers than `hbm_layers`, float8 for a float16 model, or more
@@ -127,12 +133,13 @@ def _pools(model: Any, ctx: int, config: Config, gradients: bool) -> Pools:
             return None
         pool = lambda pages, dtype: make((layers, pages, M, config.page, H), dtype)
         kv = lambda: pool(P, config.kv_dtype or keys.dtype)
-        gradient = lambda: pool(gradient_pages, config.kv_grad_dtype or accumulator(keys.dtype))
         scale = lambda: jnp.zeros((layers, P, M), jnp.float32) if float8 else None
-        touched = jnp.zeros((layers, gradient_pages), bool) if staged else None
-        return LayerPools(
-            k=kv(), v=kv(), dk=gradient(), dv=gradient(), touched=touched, k_scale=scale(), v_scale=scale()
-        )
+        room = gradient_pages
+        if staged and config.kv_grad_pages is not None:
+            room = min(room, config.kv_grad_pages)
+        gradient = lambda: pool(room, config.kv_grad_dtype or accumulator(keys.dtype))
+        slots = all_free(layers, gradient_pages, room) if staged else None
+        return LayerPools(k=kv(), v=kv(), dk=gradient(), dv=gradient(), slots=slots, k_scale=scale(), v_scale=scale())
 
     pools = Pools(
         hbm=pools_of(resident, jnp.zeros, staged=float8), host=pools_of(L - resident, _host_array, staged=True)
@@ -218,7 +225,7 @@ def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False
     ):
         raise ValueError(f"pools not made for {attention}: make them with create_pools(model, {T}, config)")
     needed = chunk_count(T, config) * chunk_length(T, config) // config.page
-    pages = min(pools.pages, pools.any_layers.dk.shape[1]) if gradients else pools.pages
+    pages = min(pools.pages, pools.any_layers.gradient_pages) if gradients else pools.pages
     if needed > pages:
         kind = "gradient pools" if pages < pools.pages else "pools"
         raise ValueError(
@@ -233,11 +240,12 @@ def clear_gradients(pools: Pools) -> Pools:
     def clear(layers: LayerPools | None) -> LayerPools | None:
         if layers is None:
             return None
-        if layers.touched is None:
+        if layers.slots is None:
             # Of one zero XLA would fill one pool and copy it to the other.
             zero = lax.optimization_barrier((jnp.zeros((), layers.dk.dtype), jnp.zeros((), layers.dv.dtype)))
             dk, dv = (jnp.broadcast_to(x, pool.shape) for x, pool in zip(zero, (layers.dk, layers.dv), strict=True))
             return layers._replace(dk=dk, dv=dv)
-        return layers._replace(touched=jnp.zeros_like(layers.touched))
+        count, pages = layers.slots.of_page.shape
+        return layers._replace(slots=all_free(count, pages, layers.dk.shape[1]))
 
     return pools._replace(hbm=clear(pools.hbm), host=clear(pools.host))

@@ -156,6 +156,9 @@ def account(job: Job) -> Bytes:
     per_layer = 2 * P * M * config.page * H
     kv = per_layer * itemsize(config.kv_dtype, s.k.dtype)
     kv_gradients = per_layer * itemsize(config.kv_grad_dtype, accumulator(s.k.dtype))
+    room = P if config.kv_grad_pages is None else min(P, config.kv_grad_pages)
+    staged_gradients = kv_gradients // P * room
+    slots = 4 * (P if room == P else P + room + 1)
     selection = representatives = 0
     if attention is not None:
         rows = P * (M if attention.scope == "kv_head" else 1)
@@ -166,7 +169,8 @@ def account(job: Job) -> Bytes:
         "gradients": gradient_bytes(job.model, config),
         "optimizer": tree_bytes(job.optimizer),
         "kv": (L - away) * kv + (L * 2 * 4 * P * M if job.float8 else 0),  # with the scales of all layers
-        "kv_gradients": (L - away) * kv_gradients + job.staged_layers * P,  # and which pages of these were written
+        # With what tells where the gradients of staged layers lie.
+        "kv_gradients": (L - away) * (staged_gradients if job.float8 else kv_gradients) + job.staged_layers * slots,
         "selection": selection,
         # The labels of the batch, and one sequence's tokens, labels and length, with segments their ids and positions.
         "tokens": 4 * (job.batch * job.ctx + (4 if job.packed else 2) * job.chunks * job.chunk + 1),
@@ -187,7 +191,7 @@ def account(job: Job) -> Bytes:
     }
     host = {
         "kv": away * kv,
-        "kv_gradients": away * kv_gradients,
+        "kv_gradients": away * staged_gradients,
         "checkpoint": _copied(job) if job.checkpoints else 0,
     }
     saved = always["weights"] + always["optimizer"] + SAVED_BESIDE if job.checkpoints else 0

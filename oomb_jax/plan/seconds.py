@@ -19,8 +19,8 @@ BESIDE_MOVERS = 0.5
 a traced step at 65,536 tokens products of 0.69 ms took 1.29 and 0.99 beside 1.64 ms of fetches."""
 
 NARROW_HEADS = 0.72
-"""Of the rates of attention, which are those of heads of 128, what narrower ones reach: a step of qwen2.5-0.5b with heads
-of 64 at 131,072 tokens took 9.75 s (benchmarks/results/qwen2.5-0.5b-128k-h200)."""
+"""Of the rates of attention, which are those of heads of 128, what narrower ones reach: a step of qwen2.5-0.5b with
+heads of 64 at 131,072 tokens took 9.75 s (benchmarks/results/qwen2.5-0.5b-128k-h200)."""
 
 FULL_SHARE = 0.65
 """Of a layer's products, those that `remat="full"` computes again: all but the first and the last ones."""

@@ -100,10 +100,11 @@ def _shapes(held: LayerPools | None, layers: bool = True) -> set[str]:
     """Of the pools of some layers, as they are and as kernels see them, and of one layer of them."""
     if held is None:
         return set()
-    L, P, M, S, H = held.k.shape
-    shapes = [(L, P, M, S, H), (L * P * M, S, H)]
-    if layers:
-        shapes += [(1, P, M, S, H), (P, M, S, H), (P * M, S, H)]
+    shapes = []
+    for L, P, M, S, H in {held.k.shape, held.dk.shape}:
+        shapes += [(L, P, M, S, H), (L * P * M, S, H)]
+        if layers:
+            shapes += [(1, P, M, S, H), (P, M, S, H), (P * M, S, H)]
     return {",".join(map(str, shape)) for shape in shapes}
 
 

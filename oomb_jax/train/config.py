@@ -75,6 +75,11 @@ class TrainConfig:
     kv_grad_dtype: Literal["bfloat16", "float32"] | None = None
     """dtype of their gradients. None: float32, or bfloat16 where that does not fit."""
 
+    kv_grad_pages: int | None = None
+    """With `topk`, pages of a layer that may hold a gradient of keys and values at once, where pages are fetched: those
+    between the last chunk that chose them and their own do. A step that needs more ends after its fill pass, and says
+    how many. None: all, or where that does not fit as many as do."""
+
     offload: Literal["auto", "none", "all"] | int = "auto"
     """Where the pools of keys and values lie: `none`, all in the GPU's memory; `all`, all in host memory; a number, of
     so many layers in the GPU's; `auto`, of as many as fit."""
@@ -186,6 +191,7 @@ class TrainConfig:
             grad_dtype=self.grad_dtype,
             kv_dtype=self.kv_dtype,
             kv_grad_dtype=self.kv_grad_dtype,
+            kv_grad_pages=self.kv_grad_pages,
         )
 
     def optimizer_config(self) -> OptimizerConfig:

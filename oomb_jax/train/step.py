@@ -26,6 +26,7 @@ from oomb_jax.compiler import COMPILER_OPTIONS
 from oomb_jax.config import Config
 from oomb_jax.forward import together
 from oomb_jax.parts import key_shape, zero_gradients
+from oomb_jax.placement import missing_slots
 from oomb_jax.pools import Pools, clear_gradients, pool_shapes
 from oomb_jax.selection import statistics
 from oomb_jax.sequence import Sequence, cut, loss_weight
@@ -85,6 +86,7 @@ class Step:
                     piece = self.pieces["fill" if c + size <= total or not c else "fill_rest"]
                     filling, done = piece(model, filling, sequence, chunks)
                     window.add("fill", c + len(chunks), total, done)
+                self._check_room(filling.pools)
                 carry, shares = Carry(pools=filling.pools, grads=grads), []
                 del filling  # what only the fill pass needs makes room for the reverse pass
                 for c in reversed(range(sequence.chunks)):
@@ -105,6 +107,16 @@ class Step:
     def update(self, model: Any, grads: Any, state: OptimizerState) -> tuple[Any, OptimizerState, dict[str, Array]]:
         """The optimizer's update; model and state are donated."""
         return self.pieces["update"](model, grads, state)
+
+    def _check_room(self, pools: Pools) -> None:
+        """Raises ValueError where the chosen pages need more room for gradients than there is."""
+        if "missing" in self.pieces and (missing := int(self.pieces["missing"](pools))):
+            room = self.config.kv_grad_pages
+            assert room is not None
+            raise ValueError(
+                f"kv_grad_pages={room}: of the chosen pages {room + missing} in a layer hold gradients at once, as the "
+                f"fill pass shows; use --kv-grad-pages {room + missing}, fewer --pages, or a shorter --ctx"
+            )
 
     def _cut(self, batch: Batch, b: int) -> Sequence:
         segments = None if batch.segments is None else batch.segments[b]
@@ -202,6 +214,8 @@ def compile_step(
     if total % size and total > size:
         rest = jax.ShapeDtypeStruct((total % size,), jnp.int32)
         pieces["fill_rest"] = compile(fill_some, model, filling, sequence, rest, donate_argnums=1)
+    if jax.eval_shape(lambda pools: missing_slots(pools, sequence, config), pools) is not None:
+        pieces["missing"] = compile(lambda pools: missing_slots(pools, sequence, config), pools)
     if pools.selection is not None:
         tell = functools.partial(statistics, page=config.page)
         pieces["selection"] = compile(tell, pools.selection, pools.mass)

@@ -1,0 +1,82 @@
+"""Where the gradients of pages lie in the pools of staged layers, which may have room for fewer than all pages.
+
+A page holds a gradient only from the last chunk that chose it to its own chunk, so that at any time of the reverse pass
+fewer pages hold one than there are. Each takes a slot when its first gradient comes and gives it back in its own chunk.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, Int32
+
+from oomb_jax.shapes import iota
+
+
+class GradientSlots(NamedTuple):
+    """The slots of some layers."""
+
+    of_page: Int32[Array, "layers P"]
+    """-1: the page has no gradient yet. What lies in a slot before it is taken may be anything, and counts as 0."""
+    free: Int32[Array, "layers G"] | None = None
+    """A stack of slots. None: there is one for every page, of its number."""
+    spare: Int32[Array, " layers"] | None = None
+    """How many of `free` are free, from the first."""
+
+
+def all_free(layers: int, pages: int, room: int) -> GradientSlots:
+    """No page of some layers has a gradient; `room`: slots of a layer, `pages` or fewer."""
+    of_page = jnp.full((layers, pages), -1, jnp.int32)
+    if room == pages:
+        return GradientSlots(of_page)
+    free = jnp.broadcast_to(iota(room), (layers, room))
+    return GradientSlots(of_page, free, jnp.full((layers,), room, jnp.int32))
+
+
+def give_back(slots: GradientSlots, layer: Int[Array, ""], first: Int[Array, ""], rows: int) -> GradientSlots:
+    """The slots of a chunk's own pages, `rows` from the page `first`, are free again."""
+    if slots.free is None or slots.spare is None:
+        return slots
+    own = lax.dynamic_slice_in_dim(slots.of_page[layer], first, rows)
+    held, spare = own >= 0, slots.spare[layer]
+    at = jnp.where(held, spare + jnp.cumsum(held) - 1, slots.free.shape[1])
+    return slots._replace(
+        free=slots.free.at[layer, at].set(own, mode="drop"), spare=slots.spare.at[layer].add(held.sum(dtype=jnp.int32))
+    )
+
+
+def take(
+    slots: GradientSlots, layer: Int[Array, ""], pages: Int[Array, " U"]
+) -> tuple[Int[Array, " U"], Bool[Array, " U"], GradientSlots]:
+    """The slots of pages, -1 for no page; which of them had no gradient yet; and the slots with these taken."""
+    none = pages < 0
+    before = slots.of_page[layer, jnp.maximum(pages, 0)]
+    fresh = before < 0
+    if slots.free is None or slots.spare is None:
+        now = pages
+    else:
+        taken = jnp.cumsum(fresh & ~none)
+        # That they suffice is known after the fill pass, from `most_at_once`.
+        now = jnp.where(fresh, slots.free[layer, jnp.maximum(slots.spare[layer] - taken, 0)], before)
+        slots = slots._replace(spare=slots.spare.at[layer].add(-taken[-1].astype(jnp.int32)))
+    now = jnp.where(none, -1, now)
+    nowhere = slots.of_page.shape[1]
+    of_page = slots.of_page.at[layer, jnp.where(none, nowhere, pages)].set(now, mode="drop")
+    return now, fresh, slots._replace(of_page=of_page)
+
+
+def most_at_once(selection: Int[Array, "n L R *M K"]) -> Int[Array, " L"]:
+    """The most pages of each layer that hold a gradient at one time of the reverse pass, by what all chunks chose."""
+    n, L, rows = selection.shape[:3]
+    pages = n * rows
+
+    def layer(tables):
+        chunks = jnp.broadcast_to(iota(n)[:, None], tables.shape)
+        last = jnp.full(pages, -1).at[jnp.where(tables < 0, pages, tables)].max(chunks, mode="drop")
+        own = iota(pages) // rows
+        # Held in chunks own < c <= last: in its own chunk a page gives its slot back before others take any.
+        held = (last > own).astype(jnp.int32)
+        change = jnp.zeros(n + 1, jnp.int32).at[own + 1].add(held).at[last + 1].add(-held)
+        return jnp.cumsum(change).max()
+
+    return lax.map(layer, jnp.moveaxis(selection, 1, 0).reshape(L, n, -1))

@@ -15,6 +15,7 @@ A layer is `attention_inputs(h, positions) -> q, k, v`, attention, `attention_ou
 attention and the pools and takes `jax.vjp` of the two other parts; no automatic differentiation runs through a pool.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -254,8 +255,8 @@ def _layers_recompute(
     which that pass begins, where they are fetched."""
     remat = _remat(chunk.config)
 
-    def body(group, carry, coming):
-        l, h, ahead = carry
+    def body(group, l, carry, coming):
+        h, ahead = carry
         # What is fetched here comes into a buffer that the layer before has read from.
         h, coming = lax.optimization_barrier((h, coming))
         layer = layer_at(layers, l)
@@ -270,17 +271,17 @@ def _layers_recompute(
         # here, and XLA begins it early only if that write is not under way in the meantime.
         keep = _Saved(h, inputs_vjp, q, k, v, o, lse, output_vjp)
         if ahead is None:
-            return (l + 1, result, None), lax.optimization_barrier(keep)
+            return (result, None), lax.optimization_barrier(keep)
         result, ahead, keep = lax.optimization_barrier((result, ahead, keep))
-        return (l + 1, result, ahead), keep
+        return (result, ahead), keep
 
     kept, last = [], None
     for group in groups(pools):
         wanted = Wanted.of(pools, group, chunk)
         first, coming = upwards(wanted)
-        step = lambda carry, coming, group=group: body(group, carry, coming)
-        carry = jnp.int32(group.start), h, fetch(pools, group, first)
-        (_, h, last), saved = go_up(step, carry, coming, group.stop - group.start, pairs=group.staged)
+        step = functools.partial(body, group)
+        carry, n = (h, fetch(pools, group, first)), group.stop - group.start
+        (h, last), saved = go_up(step, jnp.int32(group.start), carry, coming, n, pairs=group.staged)
         kept.append(_KeptGroup(group, wanted, saved))
     return h, kept, last
 
@@ -290,8 +291,8 @@ def _layers_backward(
 ) -> tuple[Hidden, Pools, Any]:
     """Back through all layers: the gradient of the chunk's embeddings, the pools, the layers' gradients."""
 
-    def body(group, carry, s, coming):
-        l, dh, pools, grads, ahead = carry
+    def body(group, l, carry, s, coming):
+        dh, pools, grads, ahead = carry
         dh, h, coming = lax.optimization_barrier((dh, s.h, coming))
         layer = layer_at(layers, l)
         here, ahead = here_and_ahead(pools, group, chunk, l, ahead, coming)
@@ -303,15 +304,15 @@ def _layers_backward(
         dq, dk, dv, dh, h = lax.optimization_barrier((dq, dk, dv, dh, h))
         d_inputs, more_dh = s.inputs_vjp.replace(args_res=[layer, h])((dq, dk, dv))
         total = add(add(layer_at(grads, l), d_output), d_inputs)
-        return l - 1, lax.optimization_barrier(dh + more_dh), pools, _put(grads, total, l), ahead
+        return lax.optimization_barrier(dh + more_dh), pools, _put(grads, total, l), ahead
 
     for group, wanted, saved in reversed(kept):
         first, coming = downwards(wanted)
         ahead = last if group is kept[-1].group else fetch(pools, group, first)
-        carry = jnp.int32(group.stop - 1), dh, pools, grads, ahead
-        step = lambda carry, s, coming, group=group: body(group, carry, s, coming)
-        n = group.stop - group.start
-        _, dh, pools, grads, _ = go_down(step, carry, saved, coming, n, pairs=group.staged)
+        step = functools.partial(body, group)
+        carry, n = (dh, pools, grads, ahead), group.stop - group.start
+        carry = go_down(step, jnp.int32(group.stop - 1), carry, saved, coming, n, pairs=group.staged)
+        dh, pools, grads, _ = carry
     return dh, pools, grads
 
 

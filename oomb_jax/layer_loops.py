@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jaxtyping import Array, Int
+
+Index = Int[Array, ""]
 
 
 class Kept(NamedTuple):
@@ -23,49 +26,80 @@ class Kept(NamedTuple):
 
 
 def go_up[Carry](
-    step: Callable[[Carry, Any], tuple[Carry, Any]], carry: Carry, inputs: Any, n: int, *, pairs: bool
+    step: Callable[[Index, Carry, Any], tuple[Carry, Any]],
+    first: Index,
+    carry: Carry,
+    inputs: Any,
+    n: int,
+    *,
+    pairs: bool,
 ) -> tuple[Carry, Kept]:
-    """`lax.scan` over n layers: `step(carry, input)` gives the carry and what is kept of a layer.
+    """`lax.scan` over n layers: `step(l, carry, input)` gives the carry and what is kept of layer l.
 
     Args:
       step: of a layer.
-      carry: what the first begins with.
+      first: int32, its number.
+      carry: what it begins with.
       inputs: of the layers, a pytree stacked in rising order, or None.
       n: layers.
       pairs: two in each round of the loop.
     """
+
+    def one(carry, x):
+        l, carry = carry
+        carry, kept = step(l, carry, x)
+        return (l + 1, carry), kept
+
+    def two(carry, x):
+        l, carry = carry
+        carry, lower = step(l, carry, x[0])
+        carry, upper = step(l + 1, _between(carry), x[1])
+        return (l + 2, carry), (lower, upper)
+
     if not pairs:
-        carry, kept = lax.scan(step, carry, inputs, length=n)
+        (_, carry), kept = lax.scan(one, (first, carry), inputs, length=n)
         return carry, Kept(kept, None, None)
-
-    def two(carry, inputs):
-        carry, lower = step(carry, inputs[0])
-        carry, upper = step(carry, inputs[1])
-        return carry, (lower, upper)
-
     lower, upper, last = _split(inputs, n)
-    carry, kept = lax.scan(two, carry, (lower, upper), length=n // 2)
-    carry, rest = step(carry, last) if n % 2 else (carry, None)
+    (l, carry), kept = lax.scan(two, (first, carry), (lower, upper), length=n // 2)
+    carry, rest = step(l, carry, last) if n % 2 else (carry, None)
     return carry, Kept(*kept, rest)
 
 
 def go_down[Carry](
-    step: Callable[[Carry, Any, Any], Carry], carry: Carry, kept: Kept, inputs: Any, n: int, *, pairs: bool
+    step: Callable[[Index, Carry, Any, Any], Carry],
+    last: Index,
+    carry: Carry,
+    kept: Kept,
+    inputs: Any,
+    n: int,
+    *,
+    pairs: bool,
 ) -> Carry:
-    """Back through the same layers: `step(carry, kept, input)` gives the carry. `kept` is of `go_up`."""
-    if not pairs:
-        one = lambda carry, x: (step(carry, *x), None)
-        return lax.scan(one, carry, (kept.lower, inputs), length=n, reverse=True)[0]
+    """Back through the same layers from layer `last`: `step(l, carry, kept, input)` gives the carry. `kept` is of
+    `go_up`."""
+
+    def one(carry, x):
+        l, carry = carry
+        return (l - 1, step(l, carry, *x)), None
 
     def two(carry, x):
+        l, carry = carry
         (lower, upper), inputs = x
-        carry = step(carry, upper, inputs[1])
-        return step(carry, lower, inputs[0]), None
+        carry = _between(step(l, carry, upper, inputs[1]))
+        return (l - 2, step(l - 1, carry, lower, inputs[0])), None
 
-    *both, last = _split(inputs, n)
+    if not pairs:
+        return lax.scan(one, (last, carry), (kept.lower, inputs), length=n, reverse=True)[0][1]
+    *both, rest = _split(inputs, n)
     if n % 2:
-        carry = step(carry, kept.last, last)
-    return lax.scan(two, carry, (kept[:2], both), length=n // 2, reverse=True)[0]
+        last, carry = last - 1, step(last, carry, kept.last, rest)
+    return lax.scan(two, (last, carry), (kept[:2], both), length=n // 2, reverse=True)[0][1]
+
+
+def _between[Carry](carry: Carry) -> Carry:
+    """As if the round ended between the two layers: else XLA would put off to its end what the second does not wait
+    for, and pages would be under way with nothing to hide them."""
+    return lax.optimization_barrier(carry)
 
 
 def _split(inputs: Any, n: int) -> tuple[Any, Any, Any]:

@@ -13,23 +13,23 @@ from oomb_jax.layer_loops import go_down, go_up
 def test_pairs_give_what_single_layers_give(n, with_inputs):
     inputs = jnp.arange(1.0, n + 1) if with_inputs else None
 
-    def up(carry, x):
-        carry = 3 * carry + (1 if x is None else x)
+    def up(l, carry, x):
+        carry = 3 * carry + jnp.float32(l) + (1 if x is None else x)
         return carry, jnp.sin(carry)
 
-    def down(carry, kept, x):
-        return 2 * carry + kept * (1 if x is None else x)
+    def down(l, carry, kept, x):
+        return 2 * carry + kept * (jnp.float32(l) if x is None else x)
 
     @jax.jit(static_argnames="pairs")
     def both(pairs):
-        top, kept = go_up(up, jnp.float32(0), inputs, n, pairs=pairs)
-        return top, go_down(down, jnp.float32(0), kept, inputs, n, pairs=pairs)
+        top, kept = go_up(up, jnp.int32(5), jnp.float32(0), inputs, n, pairs=pairs)
+        return top, go_down(down, jnp.int32(4 + n), jnp.float32(0), kept, inputs, n, pairs=pairs)
 
     top, bottom, kept = 0.0, 0.0, []
     for i in range(n):
-        top, x = up(top, i + 1 if with_inputs else None)
+        top, x = up(5 + i, top, i + 1 if with_inputs else None)
         kept.append(x)
     for i in reversed(range(n)):
-        bottom = down(bottom, kept[i], i + 1 if with_inputs else None)
+        bottom = down(5 + i, bottom, kept[i], i + 1 if with_inputs else None)
     for pairs in (True, False):
         np.testing.assert_allclose(both(pairs), (top, bottom), rtol=1e-5)

@@ -39,7 +39,8 @@ def main(models_: tuple[str, ...] = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b
 
 
 def _cell(model: str, device: str, host: int, more: dict) -> str:
-    settings = TrainConfig(model=model, implementation="mosaic", save_every=0, **more)
+    # Room for the gradients of all pages: it depends on the text whether less suffices.
+    settings = TrainConfig(model=model, implementation="mosaic", save_every=0, kv_grad_pages=2**30, **more)
     context = longest_context(decide(settings, named(device, host), models.config(model)))
     return f"{context:,}" if context else "none"
 

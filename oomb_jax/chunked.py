@@ -77,8 +77,8 @@ def value_and_grad(
 
     Returns:
       loss: float32 (float64 for a float64 model); 0 where no label is valid. NaN where segments decrease but are
-        traced, so that nobody could look at them before, and where the chosen pages take more than
-        `config.kv_grad_pages`.
+        traced, so that nobody could look at them before; NaN, as the gradients, where the chosen pages take more
+        than `config.kv_grad_pages`.
       grads: a pytree like the model, of `config.grad_dtype`.
       pools: to be passed to the next call.
 
@@ -95,10 +95,10 @@ def value_and_grad(
         filling = start_filling(model, clear_gradients(carry.pools), sequence, config)
         pools = fill(model, filling, sequence, config, iota(fill_chunks(sequence, config))).pools
         missing = missing_slots(pools, sequence, config)
+        valid = weight if missing is None else jnp.where(missing > 0, jnp.nan, weight)
         carry = Carry(pools=pools, grads=carry.grads)
-        carry, losses = reverse(model, carry, sequence, weight, config, iota(sequence.chunks)[::-1])
-        loss = jnp.sum(losses)
-        return carry, loss if missing is None else jnp.where(missing > 0, jnp.nan, loss)
+        carry, losses = reverse(model, carry, sequence, valid, config, iota(sequence.chunks)[::-1])
+        return carry, jnp.sum(losses)
 
     carry = Carry(pools=pools, grads=zero_gradients(model, config))
     carry, losses = lax.scan(one, carry, (tokens, labels, segments))
@@ -275,10 +275,10 @@ def _layers_recompute(
         result, ahead, keep = lax.optimization_barrier((result, ahead, keep))
         return (result, ahead), keep
 
-    kept, last = [], None
-    for group in groups(pools):
+    kept, last, found = [], None, groups(pools)
+    for group in found:
         wanted = Wanted.of(pools, group, chunk)
-        first, coming = upwards(wanted)
+        first, coming = upwards(wanted, again=group is found[-1])
         step = functools.partial(body, group)
         carry, n = (h, fetch(pools, group, first)), group.stop - group.start
         (h, last), saved = go_up(step, jnp.int32(group.start), carry, coming, n, pairs=group.staged)

@@ -54,7 +54,8 @@ class Config:
     kv_grad_pages: int | None = None
     """With `TopK`, pages of a layer that the key and value gradient pools have room for, where pages are fetched (pools
     in host memory or in float8): only those between the last chunk that chose them and their own hold a gradient.
-    `most_at_once` tells how many that are; with fewer the loss is NaN. None: all pages."""
+    `gradient_slots.most_at_once(pools.selection)` counts them after a call; with less room loss and gradients are NaN.
+    None: all pages."""
 
     hbm_layers: int | None = None
     """Layers, from the first, whose pools stay in the GPU's memory; those of the others are in pinned host memory.

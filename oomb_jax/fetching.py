@@ -20,7 +20,7 @@ from oomb_jax.shapes import iota
 class Wanted(NamedTuple):
     """The pages that a layer fetches, in their slots; or, stacked in rising order, those of many layers."""
 
-    l: Int[Array, ""]
+    l: Int[Array, "*L"]
     slots: Staging
 
     @classmethod
@@ -48,11 +48,13 @@ class Wanted(NamedTuple):
         return self._replace(slots=self.slots._replace(pages=jnp.full_like(self.slots.pages, -1)))
 
 
-def upwards(wanted: Wanted | None) -> tuple[Wanted | None, Wanted | None]:
-    """What is fetched before the first layer, and what each layer fetches while it computes."""
+def upwards(wanted: Wanted | None, *, again: bool) -> tuple[Wanted | None, Wanted | None]:
+    """What is fetched before the first layer, and what each layer fetches while it computes. again: the last one its
+    own pages, with which the way down begins; else nothing."""
     if wanted is None:
         return None, None
-    return wanted.at(0), wanted.at(slice(1, None)).and_then(wanted.at(slice(-1, None)))
+    last = wanted.at(slice(-1, None))
+    return wanted.at(0), wanted.at(slice(1, None)).and_then(last if again else last.no_pages())
 
 
 def downwards(wanted: Wanted | None) -> tuple[Wanted | None, Wanted | None]:

@@ -13,52 +13,59 @@ from jaxtyping import Array, Bool, Int, Int32
 from oomb_jax.shapes import iota
 
 
+class FreeSlots(NamedTuple):
+    """Those of some layers that hold no gradient, as stacks."""
+
+    stack: Int32[Array, "layers G"]
+    height: Int32[Array, " layers"]
+    """How many of the stack are free, from the first; the others hold anything."""
+
+
 class GradientSlots(NamedTuple):
     """The slots of some layers."""
 
     of_page: Int32[Array, "layers P"]
-    """-1: the page has no gradient yet. What lies in a slot before it is taken may be anything, and counts as 0."""
-    free: Int32[Array, "layers G"] | None = None
-    """A stack of slots. None: there is one for every page, of its number."""
-    spare: Int32[Array, " layers"] | None = None
-    """How many of `free` are free, from the first."""
+    """-1: the page has no gradient yet. Of a page whose own chunk is done, anything."""
+    free: FreeSlots | None
+    """None: there is a slot for every page, of its number."""
 
 
 def all_free(layers: int, pages: int, room: int) -> GradientSlots:
     """No page of some layers has a gradient; `room`: slots of a layer, `pages` or fewer."""
     of_page = jnp.full((layers, pages), -1, jnp.int32)
     if room == pages:
-        return GradientSlots(of_page)
-    free = jnp.broadcast_to(iota(room), (layers, room))
-    return GradientSlots(of_page, free, jnp.full((layers,), room, jnp.int32))
+        return GradientSlots(of_page, None)
+    stack = jnp.broadcast_to(iota(room), (layers, room))
+    return GradientSlots(of_page, FreeSlots(stack, jnp.full((layers,), room, jnp.int32)))
 
 
 def give_back(slots: GradientSlots, layer: Int[Array, ""], first: Int[Array, ""], rows: int) -> GradientSlots:
     """The slots of a chunk's own pages, `rows` from the page `first`, are free again."""
-    if slots.free is None or slots.spare is None:
+    if slots.free is None:
         return slots
+    stack, height = slots.free
     own = lax.dynamic_slice_in_dim(slots.of_page[layer], first, rows)
-    held, spare = own >= 0, slots.spare[layer]
-    at = jnp.where(held, spare + jnp.cumsum(held) - 1, slots.free.shape[1])
-    return slots._replace(
-        free=slots.free.at[layer, at].set(own, mode="drop"), spare=slots.spare.at[layer].add(held.sum(dtype=jnp.int32))
-    )
+    held = own >= 0
+    at = jnp.where(held, height[layer] + jnp.cumsum(held) - 1, stack.shape[1])
+    height = height.at[layer].add(held.sum(dtype=jnp.int32))
+    return slots._replace(free=FreeSlots(stack.at[layer, at].set(own, mode="drop"), height))
 
 
 def take(
     slots: GradientSlots, layer: Int[Array, ""], pages: Int[Array, " U"]
 ) -> tuple[Int[Array, " U"], Bool[Array, " U"], GradientSlots]:
-    """The slots of pages, -1 for no page; which of them had no gradient yet; and the slots with these taken."""
+    """The slots of distinct pages, -1 for no page and where none is free; which pages had no gradient yet; and the
+    slots with these taken."""
     none = pages < 0
-    before = slots.of_page[layer, jnp.maximum(pages, 0)]
+    now = before = slots.of_page[layer, jnp.maximum(pages, 0)]
     fresh = before < 0
-    if slots.free is None or slots.spare is None:
+    if slots.free is None:
         now = pages
     else:
-        taken = jnp.cumsum(fresh & ~none)
-        # That they suffice is known after the fill pass, from `most_at_once`.
-        now = jnp.where(fresh, slots.free[layer, jnp.maximum(slots.spare[layer] - taken, 0)], before)
-        slots = slots._replace(spare=slots.spare.at[layer].add(-taken[-1].astype(jnp.int32)))
+        stack, height = slots.free
+        left = height[layer] - jnp.cumsum(fresh & ~none)
+        now = jnp.where(fresh, jnp.where(left >= 0, stack[layer, jnp.maximum(left, 0)], -1), before)
+        slots = slots._replace(free=FreeSlots(stack, height.at[layer].set(jnp.maximum(left[-1], 0))))
     now = jnp.where(none, -1, now)
     nowhere = slots.of_page.shape[1]
     of_page = slots.of_page.at[layer, jnp.where(none, nowhere, pages)].set(now, mode="drop")
@@ -70,7 +77,8 @@ def most_at_once(selection: Int[Array, "n L R *M K"]) -> Int[Array, " L"]:
     n, L, rows = selection.shape[:3]
     pages = n * rows
 
-    def layer(tables):
+    def layer(l):
+        tables = selection[:, l].reshape(n, -1)
         chunks = jnp.broadcast_to(iota(n)[:, None], tables.shape)
         last = jnp.full(pages, -1).at[jnp.where(tables < 0, pages, tables)].max(chunks, mode="drop")
         own = iota(pages) // rows
@@ -79,4 +87,4 @@ def most_at_once(selection: Int[Array, "n L R *M K"]) -> Int[Array, " L"]:
         change = jnp.zeros(n + 1, jnp.int32).at[own + 1].add(held).at[last + 1].add(-held)
         return jnp.cumsum(change).max()
 
-    return lax.map(layer, jnp.moveaxis(selection, 1, 0).reshape(L, n, -1))
+    return lax.map(layer, iota(L))

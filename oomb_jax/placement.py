@@ -159,7 +159,8 @@ def attention_vjp(
         sizes = 1, chunk.rows, *gradients[0].shape[2:]
         later = [lax.dynamic_slice(pool, where, sizes)[0] for pool in gradients]
     else:
-        # Read before the update, of other pages: the barrier keeps XLA from copying the pool for it.
+        # Read before the update, which may write to the slots that it read: the barrier keeps XLA from copying the
+        # pool for that.
         later, gradients = lax.optimization_barrier((later, gradients))
         pools = group.update(pools, **_added(held, layer, chunk, pages.ids, gradients, key))
     total = (own + _by_token(pages, own_slots).astype(own.dtype) for own, pages in zip((dk, dv), later, strict=True))
@@ -182,7 +183,7 @@ def _added(held: LayerPools, layer, chunk: Chunk, ids, gradients, key) -> dict[s
     slots = give_back(held.slots, layer, chunk.first_page, chunk.rows)
     taken, fresh, slots = take(slots, layer, ids)
     dk, dv = (
-        add(pool, layer, taken, more[0], fresh, rounding_key=key, word=word)
+        add(pool, layer, taken, more[0], fresh, ids, rounding_key=key, word=word)
         for word, (pool, more) in enumerate(((held.dk, gradients[0]), (held.dv, gradients[1])))
     )
     return {"dk": dk, "dv": dv, "slots": slots}
@@ -192,15 +193,15 @@ def missing_slots(pools: Pools, sequence: Sequence, config: Config) -> Int[Array
     """After the fill pass, the slots for gradients that a layer lacks, 0 where they suffice; None where there is one
     for every page."""
     few = [g for g in groups(pools) if (slots := g.held(pools).slots) is not None and slots.free is not None]
-    rows, n, missing = sequence.chunk // config.page, sequence.chunks, []
-    for group in few:
-        if top_k(n * sequence.chunk, config) is None:  # every page is chosen by the last chunk
-            most = jnp.int32((n - 1) * rows)
-        else:
-            assert pools.selection is not None
-            most = most_at_once(pools.selection[:n, group.start : group.stop]).max()
-        missing.append(jnp.maximum(most - group.held(pools).dk.shape[1], 0))
-    return jnp.stack(missing).max() if missing else None
+    if not few:
+        return None
+    n, rows, room = sequence.chunks, sequence.chunk // config.page, few[0].held(pools).dk.shape[1]
+    if top_k(n * sequence.chunk, config) is None:  # the last chunk chose every page before it
+        most = jnp.int32((n - 1) * rows)
+    else:
+        assert pools.selection is not None
+        most = most_at_once(pools.selection[:n])[few[0].start :].max()
+    return jnp.maximum(most - room, 0)
 
 
 def mass(

@@ -167,7 +167,7 @@ def check_pinned(needed: int) -> None:
 
 def _take_region(size: int) -> None:
     """Makes JAX hold so many bytes of pinned host memory in one piece, for arrays to come. It takes regions of powers
-    of two, and what is left of each is too small for the next pool: four pools of 66 GiB would not fit into 67."""
+    of two, and what is left of each is too small for the next pool: four, together of 66 GiB, found no room in 67."""
     region = _host_array((-(-size // 2**20), 2**20), jnp.uint8)
     region.block_until_ready()
     region.delete()
@@ -224,6 +224,14 @@ def check_pools(pools: Pools, T: int, config: Config, *, gradients: bool = False
         and (pools.selection is None or pools.selection.shape[-1] != attention.pages)
     ):
         raise ValueError(f"pools not made for {attention}: make them with create_pools(model, {T}, config)")
+    for held in (pools.hbm, pools.host) if gradients else ():
+        if held is not None and held.slots is not None:
+            room, every = held.dk.shape[1], held.gradient_pages
+            if room != min(every, config.kv_grad_pages or every):
+                raise ValueError(
+                    f"the pools have room for the gradients of {room} pages, config.kv_grad_pages="
+                    f"{config.kv_grad_pages}; make them with create_pools(model, {T}, config)"
+                )
     needed = chunk_count(T, config) * chunk_length(T, config) // config.page
     pages = min(pools.pages, pools.any_layers.gradient_pages) if gradients else pools.pages
     if needed > pages:

@@ -71,7 +71,11 @@ class Step:
     def gradients(
         self, model: Any, pools: Pools, batch: Batch, report: Report
     ) -> tuple[Float[np.ndarray, "B n"], Any, Pools]:
-        """Each chunk's share of the mean loss, the gradient, and the pools."""
+        """Each chunk's share of the mean loss, the gradient, and the pools.
+
+        Raises:
+          ValueError: after the fill pass, where the chosen pages take more room than `kv_grad_pages`.
+        """
         sequences = len(batch.tokens)
         weight = self.pieces["weight"](batch.labels)
         grads = self.pieces["zero"]()
@@ -115,7 +119,7 @@ class Step:
             assert room is not None
             raise ValueError(
                 f"kv_grad_pages={room}: of the chosen pages {room + missing} in a layer hold gradients at once, as the "
-                f"fill pass shows; use --kv-grad-pages {room + missing}, fewer --pages, or a shorter --ctx"
+                f"fill pass shows; use --kv-grad-pages {room + missing} or more, fewer --pages, or a shorter --ctx"
             )
 
     def _cut(self, batch: Batch, b: int) -> Sequence:

@@ -48,5 +48,5 @@ def test_pools_on_the_host_are_updated_in_place_and_hbm_hardly_grows():
 
 
 def test_float8_pools_are_updated_in_place_in_both_memories():
-    device, planned = device_bytes("dict(hbm_layers=14, kv_dtype='float8_e4m3fn')", 2**20)
+    device, planned = device_bytes("dict(hbm_layers=14, kv_dtype='float8_e4m3fn', kv_grad_pages=7000)", 2**20)
     assert abs(planned[0] / device[0] - 1) < PLANNED_BYTES

@@ -101,6 +101,7 @@ def add_pages(
     pages: Pages,
     values: Staged,
     fresh: Bool[Array, " U"],
+    names: Pages | None = None,
     *,
     rounding_key: PRNGKeyArray | None = None,
     word: int = 0,
@@ -116,6 +117,7 @@ def add_pages(
       pages: int32 page ids, distinct but for -1.
       values: float32, or narrower.
       fresh: pages that are not read, but count as 0, so that a pool need not be cleared.
+      names: int32, the numbers that stochastic rounding knows the pages by, where they lie elsewhere. None: `pages`.
       rounding_key: rounds stochastically where the pool is bfloat16, with a mean of the sum, and with the bits that
         `paged_attention_vjp` draws for the same key, so that it does not matter who adds. None: to nearest.
       word: which of its two gradient pools this is: 0 for keys, 1 for values.
@@ -125,14 +127,14 @@ def add_pages(
         raise ValueError(f"values of {values.dtype}: sums for a pool of {pool.dtype} are {accumulator(pool.dtype)}")
     if not jnp.issubdtype(pool.dtype, jnp.floating) or pool.dtype.itemsize == 1:
         raise ValueError(f"a pool of {pool.dtype}: pages are added to bfloat16 or wider")
-    bits = None
+    bits, names = None, pages if names is None else names
     if rounding_key is not None and pool.dtype == jnp.bfloat16:
         bits = rounding.words(rounding_key)[word]
     if _choose(implementation, "add_pages", pool, pages, values.dtype) == "triton":
         from oomb_jax.pallas_kernels.page_move import triton
 
-        return triton.add_pages(pool, _scalar(layer), pages, values, fresh, bits, programs=programs)
-    return reference.add_pages(pool, _scalar(layer), pages, values, fresh, bits)
+        return triton.add_pages(pool, _scalar(layer), pages, values, fresh, names, bits, programs=programs)
+    return reference.add_pages(pool, _scalar(layer), pages, values, fresh, names, bits)
 
 
 def _check(pool, programs: int) -> None:

@@ -20,7 +20,7 @@ def store_pages(pool, layer, pages, values):
     return _at(pool, layer, pages).set(values, mode="drop", unique_indices=True)
 
 
-def add_pages(pool, layer, pages, values, fresh, word):
+def add_pages(pool, layer, pages, values, fresh, names, word):
     """See `api.add_pages`; word: uint32 of `rounding.words`, None to round to nearest."""
     _, _, M, S, H = pool.shape
     dtype = accumulator(pool.dtype)
@@ -28,7 +28,7 @@ def add_pages(pool, layer, pages, values, fresh, word):
     before = at.get(mode="fill", fill_value=0).astype(dtype)
     total = jnp.where(fresh[:, None, None, None], 0, before) + values.astype(dtype)
     if word is not None:
-        tile = (pages[:, None] * M + iota(M)[None])[:, :, None, None]
+        tile = (names[:, None] * M + iota(M)[None])[:, :, None, None]
         total = stochastic_round(total, random_bits(word, tile, iota(S * H).reshape(1, 1, S, H)))
     return at.set(total.astype(pool.dtype), mode="drop", unique_indices=True)
 

@@ -66,12 +66,12 @@ def store_pages(pool, layer, pages, values, *, programs, compute_capability=None
     return lax.bitcast_convert_type(updated, pool.dtype)
 
 
-def add_pages(pool, layer, pages, values, fresh, word, *, programs, compute_capability=None):
+def add_pages(pool, layer, pages, values, fresh, names, word, *, programs, compute_capability=None):
     """See `api.add_pages`; word: uint32 of `rounding.words`, None to round to nearest."""
     size = pool.shape[3] * pool.shape[4]
     _, (pool,) = triton_call(
         _add,
-        *(layer.reshape(1), pages, fresh.astype(jnp.int32), pages if word is None else word.reshape(1), values),
+        *(layer.reshape(1), pages, names, fresh.astype(jnp.int32), pages if word is None else word.reshape(1), values),
         in_place=(pool,),
         name="add_pages",
         SIZE=size,
@@ -207,7 +207,7 @@ def _round(x, of_tile, element):
 @triton.jit
 @no_type_check
 def _add(
-    layer, pages, fresh, words, values, pool, pool_again,
+    layer, pages, names, fresh, words, values, pool, pool_again,
     U: tl.constexpr, P: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +218,8 @@ def _add(
             at = (first + page) * M + part % M
             old = tl.load(fresh + part // M) == 0
             if STOCHASTIC:
-                of_tile = _mix(tl.load(words) ^ _mix((page * M + part % M).to(tl.uint32)))
+                name = tl.load(names + part // M)
+                of_tile = _mix(tl.load(words) ^ _mix((name * M + part % M).to(tl.uint32)))
             for start in tl.range(0, SIZE, BLOCK):
                 inside = start + tl.arange(0, BLOCK)
                 exists = inside < SIZE

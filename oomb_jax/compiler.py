@@ -6,5 +6,8 @@ COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     # Command buffers run copies and kernels one after the other.
     "xla_gpu_enable_command_buffer": "",
+    # It counts pools in host memory as the GPU's, takes a step of millions of tokens for one that does not fit, and
+    # computes parts of it again, by which it grows.
+    "xla_disable_hlo_passes": "rematerialization",
 }
 """For `jax.jit(oomb_jax.value_and_grad, compiler_options=oomb_jax.COMPILER_OPTIONS, ...)`; ignored by a CPU."""

@@ -1,6 +1,6 @@
 """Compiles a whole step with pools in host memory for an H200; no GPU is needed.
 
-    XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m tests.aot.h200_offload "dict(hbm_layers=0)" 262144 1048576
+    python -m tests.aot.h200_offload "dict(hbm_layers=0)" 262144 1048576
 
 Prints, for each context, its bytes in the GPU's memory (arguments, results, temporaries), those of the plan, those of
 temporaries on the host, what else touches the pools there, copies of pools and of fetched pages, and what runs beside
@@ -43,7 +43,8 @@ def main(contexts: list[int], **settings) -> None:
         away = {name: on(getattr(pools.host, name), "pinned_host") for name in PAGE_ARRAYS}
         host = on(pools.host)._replace(**away)
         ids = array(context, dtype=jnp.int32)
-        executable = compiled(step, on(model), on(pools)._replace(host=host), ids, ids, donate_argnums=1)
+        arguments = on(model), on(pools)._replace(host=host), ids, ids
+        executable = compiled(step, *arguments, donate_argnums=1, compiler_options=oomb_jax.COMPILER_OPTIONS)
         memory, text = executable.memory_analysis(), executable.as_text()
         print("context:", context)
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

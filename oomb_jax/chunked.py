@@ -293,6 +293,8 @@ def _layers_backward(
 
     def body(group, l, carry, s, coming):
         dh, pools, grads, ahead = carry
+        # With barriers around each part it is compiled the same wherever the layer stands: XLA takes a loop over a
+        # single layer, or pair, for none, and joins sums across its ends.
         dh, h, coming = lax.optimization_barrier((dh, s.h, coming))
         layer = layer_at(layers, l)
         here, ahead = here_and_ahead(pools, group, chunk, l, ahead, coming)

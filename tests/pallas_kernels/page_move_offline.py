@@ -55,7 +55,7 @@ def compile_for(capability):
             calls += [(fetch(wide), (pool(dtype), layer, pages, scales)) for wide in ("bfloat16", "float32")]
         else:
             add = moved(triton.add_pages)
-            arguments = pool(dtype), layer, pages, staged("float32"), fresh
+            arguments = pool(dtype), layer, pages, staged("float32"), fresh, pages
             calls += [(add, (*arguments, None)), *([(add, (*arguments, word))] if dtype == "bfloat16" else [])]
         for function, arguments in calls:
             jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))

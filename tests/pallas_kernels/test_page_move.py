@@ -109,17 +109,21 @@ def check(case: Case, implementation, memory_kind=None):
     wide[named[0], 0, 0, :4] = np.inf, -np.inf, limits.max, limits.min
     fresh = rng.random(case.U) < 0.4
     pool[:, pages[fresh & (pages >= 0)]] = np.nan
-    for key, word in ((None, 0), (jax.random.key(3), 0), (jax.random.key(3), 1)):
+    others = rng.permutation(case.U).astype(np.int32)
+    for key, word, names in (
+        (None, 0, pages), (jax.random.key(3), 0, pages), (jax.random.key(3), 1, pages), (jax.random.key(3), 0, others)
+    ):  # fmt: skip
         expected = pool.copy()
         for u in named:
             for head in range(case.M):
                 at = layer, pages[u], head
                 total = wide[u, head] + (0 if fresh[u] else pool[at].astype(np.float32))
                 if key is not None and dtype == jnp.bfloat16:
-                    total = as_the_attention_kernel_rounds(total, key, word, at[1] * case.M + at[2])
+                    total = as_the_attention_kernel_rounds(total, key, word, names[u] * case.M + head)
                 with np.errstate(over="ignore"):
                     expected[at] = total.astype(dtype)
-        same(run(add_pages, pool, pages, wide, fresh, rounding_key=key, word=word), expected)
+        more = () if names is pages else (names,)
+        same(run(add_pages, pool, pages, wide, fresh, *more, rounding_key=key, word=word), expected)
 
 
 def on(memory_kind):

@@ -69,7 +69,9 @@ class Process:
 def test_a_step_without_room_for_its_gradients_ends_after_the_fill_pass_and_says_what_it_takes(text, tmp_path, capfd):
     settings = {"ctx": 600, "offload": 1, "pages": 1, "steps": 1, "save_every": 0}
     assert main(flags(text, tmp_path / "small", kv_grad_pages=1, **settings)) == 1
-    said = re.search(r"kv_grad_pages=1: .* use --kv-grad-pages (\d+) or more, .*; stopped after step 0", capfd.readouterr().out)
+    said = re.search(
+        r"kv_grad_pages=1: .* use --kv-grad-pages (\d+) or more, .*; stopped after step 0", capfd.readouterr().out
+    )
     assert said is not None
     assert main(flags(text, tmp_path / "enough", kv_grad_pages=int(said[1]), **settings)) == 0
 

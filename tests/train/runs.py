@@ -4,6 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from oomb_jax.train.checkpoint import Checkpoints
+from oomb_jax.train.metrics import RunFacts
+
+FACTS = RunFacts(
+    model="tiny",
+    parameters=1_234_567,
+    context=16384,
+    steps=90,
+    device="cpu",
+    resume="oomb_jax --resume",
+)
 
 
 def flags(text: Path, out: Path, **more) -> list[str]:

@@ -13,16 +13,8 @@ import pytest
 from jax.extend.core import ClosedJaxpr
 
 from oomb_jax.train import metrics, plots
-from oomb_jax.train.metrics import MetricsWriter, RunFacts, read_records
-
-FACTS = RunFacts(
-    model="tiny",
-    parameters=1_234_567,
-    context=16384,
-    steps=90,
-    device="cpu",
-    resume="oomb_jax --resume",
-)
+from oomb_jax.train.metrics import MetricsWriter, read_records
+from tests.train.runs import FACTS
 
 
 def strict(text):

@@ -10,17 +10,7 @@ import pytest
 from rich.console import Console
 
 from oomb_jax.train.heartbeat import Heartbeat
-from oomb_jax.train.metrics import RunFacts
 from oomb_jax.train.progress import Pass, Progress, StepClock, duration, step_line
-
-FACTS = RunFacts(
-    model="tiny",
-    parameters=1_234_567,
-    context=16384,
-    steps=90,
-    device="cpu",
-    resume="oomb_jax --resume",
-)
 
 
 class Clock:

@@ -86,6 +86,9 @@ class Settings:
     hbm_layers: int | None = None
     """Layers whose pools stay in the GPU's memory; the others' are on the host. None: all, `chunked` only."""
 
+    matmul: Literal["mosaic", "reference"] | None = None
+    """Which products of layers run. None: the kernel where pages are fetched, else XLA's."""
+
     implementation: Literal["mosaic", "triton", "reference"] | None = None
     """Which attention runs. None: the fastest that the device can."""
 
@@ -118,7 +121,7 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
 
     import oomb_jax
 
-    plain = "chunk", "remat", "grad_dtype", "kv_dtype", "kv_grad_dtype", "hbm_layers", "implementation"
+    plain = "chunk", "remat", "grad_dtype", "kv_dtype", "kv_grad_dtype", "hbm_layers", "implementation", "matmul"
     attention = oomb_jax.TopK(pages=settings.pages) if settings.attention == "topk" else oomb_jax.Dense()
     config = oomb_jax.Config(attention=attention, **{key: getattr(settings, key) for key in plain})
     model = oomb_jax.models.create(settings.model, key=jax.random.key(0))
@@ -187,8 +190,8 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
 
 def collect(settings: Settings) -> list[dict[str, Any]]:
     """Measures every context and adds the records to the file; all records of the file."""
-    numbers = "chunk", "remat", "grad_dtype", "kv_dtype", "kv_grad_dtype", "hbm_layers", "implementation", "steps"
-    kept = "method", "model", "attention", "pages", "selection", *numbers
+    numbers = "chunk", "remat", "grad_dtype", "kv_dtype", "kv_grad_dtype", "hbm_layers"
+    kept = "method", "model", "attention", "pages", "selection", *numbers, "implementation", "matmul", "steps"
     about = {key: getattr(settings, key) for key in kept}
     identity = lambda record: [record.get(key) for key in ("context", *kept)]
     records = json.loads(settings.json.read_text(encoding="utf-8")) if settings.json.exists() else []
@@ -217,6 +220,8 @@ def label(record: dict[str, Any]) -> str:
         attention += f", keys and values in {record['kv_dtype']}"
     if record["hbm_layers"] is not None:
         attention += f", pools of {record['hbm_layers']} layers in HBM"
+    if record.get("matmul") is not None:
+        attention += f", {record['matmul']} products"
     return f"chunked, {attention}, chunk {record['chunk']}, {record['remat']}, {dtypes}"
 
 

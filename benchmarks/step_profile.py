@@ -26,7 +26,7 @@ from oomb_jax.shapes import divisor
 PHASES = "fill", "recompute", "head", "backward"
 KINDS = {
     "attention": re.compile(r"paged_attention|cudnn.*sdpa|flash|fmha"),
-    "matmul": re.compile(r"nvjet|gemm|cutlass|xmma|cublas"),
+    "matmul": re.compile(r"nvjet|gemm|cutlass|xmma|cublas|^matmul"),
 }
 MOVER = re.compile(r"_(fetch|fetch_wider|store|add)$")
 

@@ -29,6 +29,7 @@ from oomb_jax.fetching import Wanted, downwards, fetch, here_and_ahead, upwards
 from oomb_jax.forward import Filling, forward, together
 from oomb_jax.layer_loops import Kept, go_down, go_up
 from oomb_jax.loss import embed_gradient, head_gradient, head_losses
+from oomb_jax.pallas_kernels.matmul import PRODUCT
 from oomb_jax.parts import add, join, key_shape, layer_at, layer_count, split, zero_gradients
 from oomb_jax.placement import (
     Group,
@@ -281,7 +282,8 @@ def _layers_recompute(
         first, coming = upwards(wanted, again=group is found[-1])
         step = functools.partial(body, group)
         carry, n = (h, fetch(pools, group, first)), group.stop - group.start
-        (h, last), saved = go_up(step, jnp.int32(group.start), carry, coming, n, pairs=group.staged)
+        with group.products(chunk.config):
+            (h, last), saved = go_up(step, jnp.int32(group.start), carry, coming, n, pairs=group.staged)
         kept.append(_KeptGroup(group, wanted, saved))
     return h, kept, last
 
@@ -326,7 +328,10 @@ def _put(stack: Any, layer: Any, l: Int[Array, ""] | int) -> Any:
 def _remat(config: Config):
     if config.remat == "none":
         return lambda f: f
-    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    policies = jax.checkpoint_policies
+    dots = policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(PRODUCT)
+    )
     # The forward and the backward pass are different loops, so there is nothing that common-subexpression elimination
     # could merge, and its barriers are not needed.
     return lambda f: jax.checkpoint(f, prevent_cse=False, policy=dots if config.remat == "dots" else None)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from oomb_jax.pallas_kernels.matmul import Implementation as Product
 from oomb_jax.pallas_kernels.page_move.api import FLOAT8
 from oomb_jax.pallas_kernels.paged_attention.api import Implementation
 from oomb_jax.selection import TopK
@@ -65,6 +66,11 @@ class Config:
     """Which attention runs: `"mosaic"`, the kernels for Hopper GPUs, `"triton"`, those for GPUs from Ampere on, or
     `"reference"`. A named one never falls back. None: the first of them that can run; on a GPU it logs once which."""
 
+    matmul: Product | None = None
+    """How the layers' products are computed that a model writes as `matmul`: `"mosaic"`, a kernel for Hopper GPUs,
+    where it takes the operands, or `"reference"`, by XLA. None: the kernel in layers whose pages are fetched, where it
+    leaves multiprocessors to that; elsewhere by XLA. The two add residuals and biases before rounding or after it."""
+
     def __post_init__(self):
         if self.page < 8:
             raise ValueError(f"page={self.page}: a page holds at least 8 tokens; the GPU kernels take 64 or 128")
@@ -83,6 +89,8 @@ class Config:
             raise ValueError(f"remat={self.remat!r}: one of 'none', 'dots', 'full'")
         if self.implementation not in (None, *get_args(Implementation)):
             raise ValueError(f"implementation={self.implementation!r}: None, or one of {get_args(Implementation)}")
+        if self.matmul not in (None, *get_args(Product)):
+            raise ValueError(f"matmul={self.matmul!r}: None, or one of {get_args(Product)}")
         for name in ("grad_dtype", "kv_dtype", "kv_grad_dtype"):
             dtype = getattr(self, name)
             if dtype is not None:

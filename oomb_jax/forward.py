@@ -65,11 +65,12 @@ def forward(
     h, found = list(h), groups(filling.pools)
     for group in found:
         finish = last_output or group is not found[-1]
-        if group.staged and len(chunks) == 2:
-            h, filling = _in_turns(layers, group, chunks, filling, h, finish)
-        else:
-            for i, chunk in enumerate(chunks):
-                h[i], filling = _one(layers, group, chunk, filling, h[i], finish)
+        with group.products(chunks[0].config):
+            if group.staged and len(chunks) == 2:
+                h, filling = _in_turns(layers, group, chunks, filling, h, finish)
+            else:
+                for i, chunk in enumerate(chunks):
+                    h[i], filling = _one(layers, group, chunk, filling, h[i], finish)
     return h, filling
 
 

@@ -10,6 +10,7 @@ whatever the model's dtype. The gradient of a widened page is taken for that of 
 """
 
 import functools
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +21,9 @@ from jaxtyping import Array, Float, Int
 from oomb_jax.chunk import Chunk
 from oomb_jax.config import Config
 from oomb_jax.gradient_slots import give_back, most_at_once, take
+from oomb_jax.pallas_kernels.matmul import products
 from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, on_copy_stream, quantise, store_pages
+from oomb_jax.pallas_kernels.page_move.config import LINK_PROGRAMS, PROGRAMS
 from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
 from oomb_jax.pools import LayerPools, Pools
 from oomb_jax.selection import Staging, attention_mass, stage
@@ -67,6 +70,15 @@ class Group(NamedTuple):
     staged: bool
     """`LayerPools.staged`: whether pages must be fetched."""
 
+    @property
+    def movers(self) -> int:
+        """Multiprocessors that move its pages."""
+        return (LINK_PROGRAMS if self.memory == "host" else PROGRAMS) if self.staged else 0
+
+    def products(self, config: Config) -> AbstractContextManager[None]:
+        """Inside, the products of its layers leave those multiprocessors alone."""
+        return products(config.matmul, spare=self.movers)
+
     def held(self, pools: Pools) -> LayerPools:
         """The pools of its layers."""
         return getattr(pools, self.memory)
@@ -99,7 +111,8 @@ def fetched(pools: Pools, group: Group, l: Int[Array, ""], slots: Staging) -> Pa
     """Pages of a staged layer, each in its slot."""
     held, layer = group.held(pools), l - group.start
     both = (held.k, held.k_scale), (held.v, held.v_scale)
-    k, v = (fetch(pool, layer, slots.pages, scales=scales)[None] for pool, scales in both)
+    move = functools.partial(fetch, programs=group.movers)
+    k, v = (move(pool, layer, slots.pages, scales=scales)[None] for pool, scales in both)
     return Pages(k, v, jnp.int32(0), slots.table, slots.pages)
 
 
@@ -117,7 +130,7 @@ def write(pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk, k: Keys, 
             own, made = quantise(own, jnp.clip(chunk.tokens - S * iota(chunk.rows), 0, S))
             scales = lax.dynamic_update_slice(scales, made[None], (layer, chunk.first_page, zero))
         if group.staged:
-            return store(pool, layer, chunk.own_pages, own), scales
+            return store(pool, layer, chunk.own_pages, own, programs=group.movers), scales
         return lax.dynamic_update_slice(pool, own[None], (layer, chunk.first_page, zero, zero, zero)), scales
 
     (k_pool, k_scale), (v_pool, v_scale) = put(held.k, held.k_scale, k), put(held.v, held.v_scale, v)
@@ -143,7 +156,7 @@ def attention_vjp(
         # Asked for beside the kernel, when nothing else is on its way.
         own_slots = lax.dynamic_slice_in_dim(held.slots.of_page[layer], chunk.first_page, chunk.rows)
         own_slots, do = lax.optimization_barrier((own_slots, do))
-        later = [fetch(pool, layer, own_slots) for pool in (held.dk, held.dv)]
+        later = [fetch(pool, layer, own_slots, programs=group.movers) for pool in (held.dk, held.dv)]
     q, k, v, o, lse = saved
     dk_pool, dv_pool = (None, None) if group.staged else (held.dk, held.dv)
     dq, dk, dv, *gradients = paged_attention_vjp(
@@ -162,7 +175,7 @@ def attention_vjp(
         # Read before the update, which may write to the slots that it read: the barrier keeps XLA from copying the
         # pool for that.
         later, gradients = lax.optimization_barrier((later, gradients))
-        pools = group.update(pools, **_added(held, layer, chunk, pages.ids, gradients, key))
+        pools = group.update(pools, **_added(group, held, layer, chunk, pages.ids, gradients, key))
     total = (own + _by_token(pages, own_slots).astype(own.dtype) for own, pages in zip((dk, dv), later, strict=True))
     return dq, KeyGradients(*total), pools
 
@@ -175,7 +188,7 @@ def _by_token(pages: Float[Array, "R M S H"], slots: Int[Array, " R"] | None) ->
     return pages.swapaxes(1, 2).reshape(R * S, M, H)
 
 
-def _added(held: LayerPools, layer, chunk: Chunk, ids, gradients, key) -> dict[str, Any]:
+def _added(group: Group, held: LayerPools, layer, chunk: Chunk, ids, gradients, key) -> dict[str, Any]:
     """What changes in the pools of staged layers when gradients of fetched pages are added, and those of the chunk's
     own pages are done with."""
     assert held.slots is not None
@@ -183,7 +196,7 @@ def _added(held: LayerPools, layer, chunk: Chunk, ids, gradients, key) -> dict[s
     slots = give_back(held.slots, layer, chunk.first_page, chunk.rows)
     taken, fresh, slots = take(slots, layer, ids)
     dk, dv = (
-        add(pool, layer, taken, more[0], fresh, ids, rounding_key=key, word=word)
+        add(pool, layer, taken, more[0], fresh, ids, rounding_key=key, word=word, programs=group.movers)
         for word, (pool, more) in enumerate(((held.dk, gradients[0]), (held.dv, gradients[1])))
     )
     return {"dk": dk, "dv": dv, "slots": slots}
@@ -210,6 +223,6 @@ def mass(
     """See `Pools.mass`; of the first and the middle query page of the last chunk, and 0 of other chunks."""
     held, sample = group.held(pools), iota(2) * (table.shape[0] // 2)
     arguments = q, k, held.k, l - group.start, chunk.first_page, table, sample
-    read = functools.partial(fetch, scales=held.k_scale) if group.staged else None
+    read = functools.partial(fetch, scales=held.k_scale, programs=group.movers) if group.staged else None
     measure = lambda: jnp.stack(attention_mass(*arguments, **chunk.segments, fetch=read))
     return lax.cond(chunk.last, measure, lambda: jnp.zeros(2, accumulator(q.dtype)))

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from oomb_jax.models import rope as rotary
+from oomb_jax.pallas_kernels.matmul import matmul
 from oomb_jax.shapes import Hidden, Keys, Positions, Queries, Values, accumulator
 
 
@@ -88,7 +89,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "C I"]) -> Float[Array, "C O"]:
         """Apply in the dtype of the weight."""
-        y = x @ self.weight[...]
+        y = matmul(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...][None]
 
 

@@ -53,6 +53,15 @@ def no_hopper() -> str | None:
     return None if hopper else "no Hopper GPU (H100, H200)"
 
 
+def multiprocessors() -> int:
+    """Of the GPU that is compiled for; 0 where there is none."""
+    described = _described()
+    if described is not None:
+        return described.num_cores or 0
+    device = current_device()
+    return device.core_count if device.platform == "gpu" else 0
+
+
 def current_device():
     """The device that is computed on where nothing else is said."""
     default = jax.config.jax_default_device

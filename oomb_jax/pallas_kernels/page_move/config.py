@@ -11,6 +11,9 @@ at any time."""
 BLOCK_BYTES = 32 * 1024
 """What a program asks for before it waits: 8 loads of 16 bytes by each thread."""
 
+LINK_PROGRAMS = 4
+"""For pools in host memory beside matrix products: as fast alone, and each takes a multiprocessor from the products."""
+
 WARPS = 8
 
 

@@ -77,9 +77,7 @@ def runs(shape, attention, hbm_layers, kv_dtype, matmul):
     return results
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "matmul"), [(None, "mosaic"), (None, "reference"), ("float8_e4m3fn", "mosaic")]
-)
+@pytest.mark.parametrize(("kv_dtype", "matmul"), [(None, "mosaic"), (None, "reference"), ("float8_e4m3fn", "mosaic")])
 @pytest.mark.parametrize("attention", [oomb_jax.Dense(), oomb_jax.TopK(pages=3)], ids=["dense", "topk"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"H={shape.head_dim}-S={shape.page}-R={shape.rows}")
 def test_pools_on_the_host_give_the_same_bits(shape, attention, kv_dtype, matmul):

@@ -1,6 +1,6 @@
 """Compiles the product kernel and its two gradients for an H200.
 
-    python -m tests.aot.h200_matmul "dict(I=3584, O=18944)"
+python -m tests.aot.h200_matmul "dict(I=3584, O=18944)"
 """
 
 import sys
@@ -11,8 +11,8 @@ from oomb_jax.pallas_kernels.matmul import matmul, products
 from tests.aot.h200 import array, compiled
 
 
-def main(*, C=4096, I=3584, O=18944):  # noqa: E741
-    """Compiles one case, sparing four multiprocessors; prints how many programs each kernel has."""
+def main(*, C=4096, I=3584, O=18944):
+    """Compiles one case, sparing four multiprocessors."""
 
     def both(x, weight, dy):
         with products("mosaic", spare=4):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-CASES = ("C=4096, I=3584, O=18944", "C=4096, I=3584, O=512", "C=4096, I=4096, O=64")
+CASES = ("C=4096, I=3584, O=18944", "C=4096, I=3584, O=512", "C=4096, I=4096, O=64", "C=72, I=192, O=1024")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the CUDA plugin")

@@ -59,6 +59,6 @@ def unsupported(x, weight) -> str | None:
         return f"{x.dtype} @ {weight.dtype}, where the kernel takes bfloat16 or float16"
     if x.ndim != 2 or weight.ndim != 2:
         return f"{x.shape} @ {weight.shape}, where the kernel takes matrices"
-    if any(size % 8 for size in (*x.shape, *weight.shape)):
-        return f"{x.shape} @ {weight.shape}, where the copy engine takes multiples of 8"
+    if x.shape[0] % 8 or any(size % DEPTH for size in weight.shape):
+        return f"{x.shape} @ {weight.shape}, where the copy engine takes multiples of 8 rows and {DEPTH} columns"
     return None

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from oomb_jax.chunk import Chunk
 from oomb_jax.config import Config
-from oomb_jax.fetching import Wanted, downwards, fetch, here_and_ahead, upwards
+from oomb_jax.fetching import Fetched, Wanted, downwards, fetch, here_and_ahead, upwards
 from oomb_jax.forward import Filling, forward, together
 from oomb_jax.layer_loops import Kept, go_down, go_up
 from oomb_jax.loss import embed_gradient, head_gradient, head_losses
@@ -33,7 +33,6 @@ from oomb_jax.pallas_kernels.matmul import PRODUCT
 from oomb_jax.parts import add, join, key_shape, layer_at, layer_count, split, zero_gradients
 from oomb_jax.placement import (
     Group,
-    Pages,
     attention,
     attention_vjp,
     groups,
@@ -251,17 +250,17 @@ class _KeptGroup(NamedTuple):
 
 def _layers_recompute(
     layers: Any, chunk: Chunk, pools: Pools, h: Hidden
-) -> tuple[Hidden, list[_KeptGroup], Pages | None]:
+) -> tuple[Hidden, list[_KeptGroup], Fetched | None]:
     """All layers again, keeping for the backward pass what `config.remat` says; and the pages of the last layer, with
     which that pass begins, where they are fetched."""
     remat = _remat(chunk.config)
 
-    def body(group, l, carry, coming):
-        h, ahead = carry
+    def body(group, l, carry, turn):
+        h, came = carry
         # What is fetched here comes into a buffer that the layer before has read from.
-        h, coming = lax.optimization_barrier((h, coming))
+        h, turn = lax.optimization_barrier((h, turn))
         layer = layer_at(layers, l)
-        here, ahead = here_and_ahead(pools, group, chunk, l, ahead, coming)
+        here, ahead = here_and_ahead(pools, group, chunk, l, came, turn)
         inputs = remat(lambda layer, h: layer.attention_inputs(h, chunk.positions))
         (q, k, v), inputs_vjp = jax.vjp(inputs, layer, h, saveable_args=False)
         o, lse = attention(chunk, here, q, k, v)
@@ -279,43 +278,45 @@ def _layers_recompute(
     kept, last, found = [], None, groups(pools)
     for group in found:
         wanted = Wanted.of(pools, group, chunk)
-        first, coming = upwards(wanted, again=group is found[-1])
+        first, turns = upwards(wanted, again=group is found[-1])
         step = functools.partial(body, group)
         carry, n = (h, fetch(pools, group, first)), group.stop - group.start
-        with group.products(chunk.config):
-            (h, last), saved = go_up(step, jnp.int32(group.start), carry, coming, n, pairs=group.staged)
+        with group.products(chunk.config, streams=2):
+            (h, last), saved = go_up(step, jnp.int32(group.start), carry, turns, n, pairs=group.staged)
         kept.append(_KeptGroup(group, wanted, saved))
     return h, kept, last
 
 
 def _layers_backward(
-    layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, kept: list[_KeptGroup], last: Pages | None, grads: Any
+    layers: Any, chunk: Chunk, pools: Pools, dh: Hidden, kept: list[_KeptGroup], last: Fetched | None, grads: Any
 ) -> tuple[Hidden, Pools, Any]:
     """Back through all layers: the gradient of the chunk's embeddings, the pools, the layers' gradients."""
 
-    def body(group, l, carry, s, coming):
-        dh, pools, grads, ahead = carry
-        # With barriers around each part it is compiled the same wherever the layer stands: XLA takes a loop over a
-        # single layer, or pair, for none, and joins sums across its ends.
-        dh, h, coming = lax.optimization_barrier((dh, s.h, coming))
-        layer = layer_at(layers, l)
-        here, ahead = here_and_ahead(pools, group, chunk, l, ahead, coming)
-        d_output, dh, do = s.output_vjp.replace(args_res=[layer, h, s.o])(dh)
-        if ahead is not None:
-            do, ahead = lax.optimization_barrier((do, ahead))  # the fetch ends here
+    # With barriers around each part it is compiled the same wherever the layer stands: XLA takes a loop over a single
+    # layer, or pair, for none, and joins sums across its ends.
+    def to_attention(l, carry, s):
+        dh, pools, grads, came = carry
+        dh, h = lax.optimization_barrier((dh, s.h))
+        more, dh, do = s.output_vjp.replace(args_res=[layer_at(layers, l), h, s.o])(dh)
+        return *lax.optimization_barrier((dh, do)), pools, _put(grads, add(layer_at(grads, l), more), l), came
+
+    def from_attention(group, l, halfway, s, turn):
+        dh, do, pools, grads, came = halfway
+        do, turn = lax.optimization_barrier((do, turn))
+        here, ahead = here_and_ahead(pools, group, chunk, l, came, turn)
         dq, own, pools = attention_vjp(pools, group, l, chunk, here, (s.q, s.k, s.v, s.o, s.lse), do)
         dk, dv = (gradient.astype(s.k.dtype) for gradient in own)
-        dq, dk, dv, dh, h = lax.optimization_barrier((dq, dk, dv, dh, h))
-        d_inputs, more_dh = s.inputs_vjp.replace(args_res=[layer, h])((dq, dk, dv))
-        total = add(add(layer_at(grads, l), d_output), d_inputs)
-        return lax.optimization_barrier(dh + more_dh), pools, _put(grads, total, l), ahead
+        dq, dk, dv, dh, h = lax.optimization_barrier((dq, dk, dv, dh, s.h))
+        more, more_dh = s.inputs_vjp.replace(args_res=[layer_at(layers, l), h])((dq, dk, dv))
+        dh = lax.optimization_barrier(dh + more_dh)
+        return dh, pools, _put(grads, add(layer_at(grads, l), more), l), ahead
 
     for group, wanted, saved in reversed(kept):
-        first, coming = downwards(wanted)
-        ahead = last if group is kept[-1].group else fetch(pools, group, first)
-        step = functools.partial(body, group)
-        carry, n = (dh, pools, grads, ahead), group.stop - group.start
-        carry = go_down(step, jnp.int32(group.stop - 1), carry, saved, coming, n, pairs=group.staged)
+        first, turns = downwards(wanted)
+        came = last if group is kept[-1].group else fetch(pools, group, first)
+        carry, n = (dh, pools, grads, came), group.stop - group.start
+        second = functools.partial(from_attention, group)
+        carry = go_down(to_attention, second, jnp.int32(group.stop - 1), carry, saved, turns, n, pairs=group.staged)
         dh, pools, grads, _ = carry
     return dh, pools, grads
 

@@ -6,6 +6,8 @@ COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     # Command buffers run copies and kernels one after the other.
     "xla_gpu_enable_command_buffer": "",
+    # XLA plans two calls of other streams at a time, and has the next wait; the movers of a layer are six.
+    "xla_gpu_experimental_parallel_async_compute_limit": 8,
     # It counts pools in host memory as the GPU's, takes a step of millions of tokens for one that does not fit, and
     # computes parts of it again, by which it grows.
     "xla_disable_hlo_passes": "rematerialization",

@@ -14,7 +14,7 @@ from oomb_jax.chunk import Chunk
 from oomb_jax.placement import Group, Pages, fetched, pages
 from oomb_jax.pools import Pools
 from oomb_jax.selection import Staging, stage
-from oomb_jax.shapes import iota
+from oomb_jax.shapes import Pool, iota
 
 
 class Wanted(NamedTuple):
@@ -48,34 +48,53 @@ class Wanted(NamedTuple):
         return self._replace(slots=self.slots._replace(pages=jnp.full_like(self.slots.pages, -1)))
 
 
-def upwards(wanted: Wanted | None, *, again: bool) -> tuple[Wanted | None, Wanted | None]:
-    """What is fetched before the first layer, and what each layer fetches while it computes. again: the last one its
-    own pages, with which the way down begins; else nothing."""
+class Turn(NamedTuple):
+    """What a layer attends to, and what is fetched while it computes; or, stacked in rising order, of many layers."""
+
+    here: Wanted
+    ahead: Wanted
+
+
+class Fetched(NamedTuple):
+    """Keys and values in their slots. Nothing else goes from layer to layer: the page numbers of the next layer would wait
+    for the last mover that reads these."""
+
+    k: Pool
+    v: Pool
+
+
+def upwards(wanted: Wanted | None, *, again: bool) -> tuple[Wanted | None, Turn | None]:
+    """What is fetched before the first layer, and the turns. again: the last layer fetches its own pages again, with
+    which the way down begins; else nothing."""
     if wanted is None:
         return None, None
     last = wanted.at(slice(-1, None))
-    return wanted.at(0), wanted.at(slice(1, None)).and_then(last if again else last.no_pages())
+    return wanted.at(0), Turn(wanted, wanted.at(slice(1, None)).and_then(last if again else last.no_pages()))
 
 
-def downwards(wanted: Wanted | None) -> tuple[Wanted | None, Wanted | None]:
-    """What is fetched before the last layer, and what each layer fetches while it computes."""
+def downwards(wanted: Wanted | None) -> tuple[Wanted | None, Turn | None]:
+    """What is fetched before the last layer, and the turns."""
     if wanted is None:
         return None, None
-    return wanted.at(-1), wanted.at(slice(0, 1)).no_pages().and_then(wanted.at(slice(0, -1)))
+    return wanted.at(-1), Turn(wanted, wanted.at(slice(0, 1)).no_pages().and_then(wanted.at(slice(0, -1))))
 
 
-def fetch(pools: Pools, group: Group, wanted: Wanted | None) -> Pages | None:
+def fetch(pools: Pools, group: Group, wanted: Wanted | None) -> Fetched | None:
     """The pages of one layer, if they are to be fetched."""
-    return None if wanted is None else fetched(pools, group, *wanted)
+    if wanted is None:
+        return None
+    pages = fetched(pools, group, *wanted)
+    return Fetched(pages.k, pages.v)
 
 
 def here_and_ahead(
-    pools: Pools, group: Group, chunk: Chunk, l: Int[Array, ""], ahead: Pages | None, coming: Wanted | None
-) -> tuple[Pages, Pages | None]:
-    """The pages of layer l, which were fetched ahead or are at hand, and those that are fetched while it computes."""
-    if ahead is None:
+    pools: Pools, group: Group, chunk: Chunk, l: Int[Array, ""], came: Fetched | None, turn: Turn | None
+) -> tuple[Pages, Fetched | None]:
+    """The pages of layer l, which were fetched before or are at hand, and those that are fetched while it computes."""
+    if came is None or turn is None:
         return pages(pools, group, l, _chosen(pools, chunk, l)), None
-    return ahead, fetch(pools, group, coming)
+    slots = turn.here.slots
+    return Pages(*came, jnp.int32(0), slots.table, slots.pages), fetch(pools, group, turn.ahead)
 
 
 def _chosen(pools: Pools, chunk: Chunk, l: Int[Array, ""]) -> Int[Array, "R *M K"]:

@@ -65,7 +65,7 @@ def forward(
     h, found = list(h), groups(filling.pools)
     for group in found:
         finish = last_output or group is not found[-1]
-        with group.products(chunks[0].config):
+        with group.products(chunks[0].config, streams=1):
             if group.staged and len(chunks) == 2:
                 h, filling = _in_turns(layers, group, chunks, filling, h, finish)
             else:

@@ -11,6 +11,8 @@ import jax
 from jax import lax
 from jaxtyping import Array, Int
 
+from oomb_jax.shapes import iota
+
 Index = Int[Array, ""]
 
 
@@ -65,8 +67,9 @@ def go_up[Carry](
     return carry, Kept(*kept, rest)
 
 
-def go_down[Carry](
-    step: Callable[[Index, Carry, Any, Any], Carry],
+def go_down[Carry, Halfway](
+    first: Callable[[Index, Carry, Any], Halfway],
+    second: Callable[[Index, Halfway, Any, Any], Carry],
     last: Index,
     carry: Carry,
     kept: Kept,
@@ -75,25 +78,48 @@ def go_down[Carry](
     *,
     pairs: bool,
 ) -> Carry:
-    """Back through the same layers from layer `last`: `step(l, carry, kept, input)` gives the carry. `kept` is of
-    `go_up`."""
+    """Back through the same layers from layer `last`. Of each, `first(l, carry, kept)` gives what is in its middle, and
+    `second(l, halfway, kept, input)` the carry. `kept` is of `go_up`.
 
-    def one(carry, x):
-        l, carry = carry
-        return (l - 1, step(l, carry, *x)), None
+    With pairs a round begins and ends in the middle of a layer. What is under way must come to its end there; so what a
+    second half begins has that half and the first one of the layer below to hide it.
+    """
 
-    def two(carry, x):
+    def single(carry, x):
         l, carry = carry
-        (lower, upper), inputs = x
-        carry = _between(step(l, carry, upper, inputs[1]))
-        return (l - 2, step(l - 1, carry, lower, inputs[0])), None
+        kept, inputs = x
+        return (l - 1, second(l, first(l, carry, kept), kept, inputs)), None
 
     if not pairs:
-        return lax.scan(one, (last, carry), (kept.lower, inputs), length=n, reverse=True)[0][1]
+        return lax.scan(single, (last, carry), (kept.lower, inputs), length=n, reverse=True)[0][1]
+
     *both, rest = _split(inputs, n)
+    m = n // 2
+    of_pair = lambda i: tuple(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, False), k) for k in kept[:2])
+
+    def from_upper(l, halfway, upper, lower, inputs):
+        """From the middle of the upper layer of a pair to the end of the lower one."""
+        of_lower, of_upper = inputs
+        halfway = _between(first(l - 1, second(l, halfway, upper, of_upper), lower))
+        return second(l - 1, halfway, lower, of_lower)
+
+    def pair(state, x):
+        i, inputs = x
+        l, halfway = state
+        lower, upper = of_pair(i)
+        carry = from_upper(l, halfway, upper, lower, inputs)
+        return (l - 2, first(l - 2, carry, of_pair(i - 1)[1])), None
+
     if n % 2:
-        last, carry = last - 1, step(last, carry, kept.last, rest)
-    return lax.scan(two, (last, carry), (kept[:2], both), length=n // 2, reverse=True)[0][1]
+        last, carry = last - 1, second(last, first(last, carry, kept.last), kept.last, rest)
+    if not m:
+        return carry
+    lower, upper = of_pair(0)
+    of_pairs = lambda index: jax.tree.map(lambda x: x[index], both)
+    state = last, first(last, carry, of_pair(m - 1)[1])
+    rounds = 1 + iota(m - 1), of_pairs(slice(1, None))
+    l, halfway = lax.scan(pair, state, rounds, length=m - 1, reverse=True)[0]
+    return from_upper(l, halfway, upper, lower, of_pairs(0))
 
 
 def _between[Carry](carry: Carry) -> Carry:

@@ -32,7 +32,9 @@ from oomb_jax.shapes import Keys, Pool, Queries, Values, accumulator, iota
 
 Table = Int[Array, "R *M K"]
 
-fetch, store, add = (on_copy_stream(move) for move in (fetch_pages, store_pages, add_pages))
+fetch, store = on_copy_stream(fetch_pages), on_copy_stream(store_pages)
+# Gradients travel beside the pages of the next layer, not behind them.
+fetch_gradients, add = (on_copy_stream(move, stream=2) for move in (fetch_pages, add_pages))
 
 
 class Pages(NamedTuple):
@@ -72,12 +74,12 @@ class Group(NamedTuple):
 
     @property
     def movers(self) -> int:
-        """Multiprocessors that move its pages."""
+        """Multiprocessors of each stream that moves its pages."""
         return (LINK_PROGRAMS if self.memory == "host" else PROGRAMS) if self.staged else 0
 
-    def products(self, config: Config) -> AbstractContextManager[None]:
-        """Inside, the products of its layers leave those multiprocessors alone."""
-        return products(config.matmul, spare=self.movers)
+    def products(self, config: Config, *, streams: int) -> AbstractContextManager[None]:
+        """Inside, the products of its layers leave the multiprocessors of so many streams alone."""
+        return products(config.matmul, spare=streams * self.movers)
 
     def held(self, pools: Pools) -> LayerPools:
         """The pools of its layers."""
@@ -156,7 +158,7 @@ def attention_vjp(
         # Asked for beside the kernel, when nothing else is on its way.
         own_slots = lax.dynamic_slice_in_dim(held.slots.of_page[layer], chunk.first_page, chunk.rows)
         own_slots, do = lax.optimization_barrier((own_slots, do))
-        later = [fetch(pool, layer, own_slots, programs=group.movers) for pool in (held.dk, held.dv)]
+        later = [fetch_gradients(pool, layer, own_slots, programs=group.movers) for pool in (held.dk, held.dv)]
     q, k, v, o, lse = saved
     dk_pool, dv_pool = (None, None) if group.staged else (held.dk, held.dv)
     dq, dk, dv, *gradients = paged_attention_vjp(

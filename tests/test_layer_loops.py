@@ -17,13 +17,19 @@ def test_pairs_give_what_single_layers_give(n, with_inputs):
         carry = 3 * carry + jnp.float32(l) + (1 if x is None else x)
         return carry, jnp.sin(carry)
 
-    def down(l, carry, kept, x):
-        return 2 * carry + kept * (jnp.float32(l) if x is None else x)
+    def first(l, carry, kept):
+        return 2 * carry, jnp.float32(l) + kept
+
+    def second(l, halfway, kept, x):
+        carry, more = halfway
+        return carry + more * kept * (jnp.float32(l) if x is None else x)
+
+    down = lambda l, carry, kept, x: second(l, first(l, carry, kept), kept, x)
 
     @jax.jit(static_argnames="pairs")
     def both(pairs):
         top, kept = go_up(up, jnp.int32(5), jnp.float32(0), inputs, n, pairs=pairs)
-        return top, go_down(down, jnp.int32(4 + n), jnp.float32(0), kept, inputs, n, pairs=pairs)
+        return top, go_down(first, second, jnp.int32(4 + n), jnp.float32(0), kept, inputs, n, pairs=pairs)
 
     top, bottom, kept = 0.0, 0.0, []
     for i in range(n):

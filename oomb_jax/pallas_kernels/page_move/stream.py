@@ -1,4 +1,4 @@
-"""A stream of its own for the movers, so that pages travel while the device computes."""
+"""Streams of their own for the movers, so that pages travel while the device computes."""
 
 import functools
 from collections.abc import Callable
@@ -9,11 +9,10 @@ from jax.experimental.compute_on import compute_on
 
 from oomb_jax.pallas_kernels.triton_call import device_capability
 
-COPY_STREAM = "gpu_stream:1"
 
-
-def on_copy_stream(move: Callable[..., Any]) -> Callable[..., Any]:
+def on_copy_stream(move: Callable[..., Any], *, stream: int = 1) -> Callable[..., Any]:
     """The function `move`, run beside other work on an NVIDIA GPU, on a stream of its own; elsewhere `move` itself.
+    stream: its number from 1; calls of the same one run one after the other.
 
         def body(carry, l):
             h, pool = carry
@@ -43,6 +42,6 @@ def on_copy_stream(move: Callable[..., Any]) -> Callable[..., Any]:
         bound = functools.partial(move, **options)
         results: list[Any] = jax.make_jaxpr(bound)(*args).out_avals
         (space,) = {result.memory_space for result in results}
-        return compute_on(bound, compute_type=COPY_STREAM, out_memory_spaces=space)(*args)
+        return compute_on(bound, compute_type=f"gpu_stream:{stream}", out_memory_spaces=space)(*args)
 
     return moved

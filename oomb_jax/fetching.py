@@ -56,8 +56,8 @@ class Turn(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Keys and values in their slots. Nothing else goes from layer to layer: the page numbers of the next layer would wait
-    for the last mover that reads these."""
+    """Keys and values in their slots. The slots' page numbers do not go from layer to layer with them: the next ones would
+    wait for the last mover that reads these."""
 
     k: Pool
     v: Pool

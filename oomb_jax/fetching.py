@@ -56,7 +56,7 @@ class Turn(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Keys and values in their slots. The slots' page numbers do not go from layer to layer with them: the next ones would
+    """Keys and values in their slots, which go from layer to layer. The slots' page numbers do not: the next ones would
     wait for the last mover that reads these."""
 
     k: Pool

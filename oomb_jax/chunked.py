@@ -30,14 +30,8 @@ from oomb_jax.forward import Filling, forward, together
 from oomb_jax.layer_loops import Kept, go_down, go_up
 from oomb_jax.loss import embed_gradient, head_gradient, head_losses
 from oomb_jax.pallas_kernels.matmul import PRODUCT
-from oomb_jax.parts import add, join, key_shape, layer_at, layer_count, split, zero_gradients
-from oomb_jax.placement import (
-    Group,
-    attention,
-    attention_vjp,
-    groups,
-    missing_slots,
-)
+from oomb_jax.parts import join, key_shape, layer_at, layer_count, reads, split, zero_gradients
+from oomb_jax.placement import Group, attention, attention_vjp, groups, missing_slots
 from oomb_jax.pools import Pools, check_pools, clear_gradients
 from oomb_jax.sequence import Sequence, check_batch, cut, loss_weight, segments_ordered, top_k
 from oomb_jax.shapes import (
@@ -168,7 +162,7 @@ def fill(model: Any, filling: Filling, sequence: Sequence, config: Config, chunk
         h = [outer.embed(sequence.tokens[c]) for c in numbers]
         return forward(layers, one_or_two, filling, h, last_output=False)[1], None
 
-    size = together(filling.pools)
+    size = together(filling.pools, config)
     most, rest = jnp.split(chunks, [len(chunks) // size * size])
     with jax.named_scope("fill"):
         for part in most.reshape(-1, size), rest[:, None]:
@@ -275,13 +269,13 @@ def _layers_recompute(
         result, ahead, keep = lax.optimization_barrier((result, ahead, keep))
         return (result, ahead), keep
 
-    kept, last, found = [], None, groups(pools)
+    kept, last, found = [], None, groups(pools, chunk.config)
     for group in found:
         wanted = Wanted.of(pools, group, chunk)
         first, turns = upwards(wanted, again=group is found[-1])
         step = functools.partial(body, group)
         carry, n = (h, fetch(pools, group, first)), group.stop - group.start
-        with group.products(chunk.config, streams=2):
+        with group.products(chunk.config, adding=True):
             (h, last), saved = go_up(step, jnp.int32(group.start), carry, turns, n, pairs=group.staged)
         kept.append(_KeptGroup(group, wanted, saved))
     return h, kept, last
@@ -297,8 +291,10 @@ def _layers_backward(
     def to_attention(l, carry, s):
         dh, pools, grads, came = carry
         dh, h = lax.optimization_barrier((dh, s.h))
-        more, dh, do = s.output_vjp.replace(args_res=[layer_at(layers, l), h, s.o])(dh)
-        return *lax.optimization_barrier((dh, do)), pools, _put(grads, add(layer_at(grads, l), more), l), came
+        layer = layer_at(layers, l)
+        more, dh, do = s.output_vjp.replace(args_res=[layer, h, s.o])(dh)
+        grads = _add_at(grads, l, more, reads(lambda layer, h, o: layer.attention_output(h, o), layer, h, s.o))
+        return *lax.optimization_barrier((dh, do)), pools, grads, came
 
     def from_attention(group, l, halfway, s, turn):
         dh, do, pools, grads, came = halfway
@@ -307,9 +303,10 @@ def _layers_backward(
         dq, own, pools = attention_vjp(pools, group, l, chunk, here, (s.q, s.k, s.v, s.o, s.lse), do)
         dk, dv = (gradient.astype(s.k.dtype) for gradient in own)
         dq, dk, dv, dh, h = lax.optimization_barrier((dq, dk, dv, dh, s.h))
-        more, more_dh = s.inputs_vjp.replace(args_res=[layer_at(layers, l), h])((dq, dk, dv))
-        dh = lax.optimization_barrier(dh + more_dh)
-        return dh, pools, _put(grads, add(layer_at(grads, l), more), l), ahead
+        layer = layer_at(layers, l)
+        more, more_dh = s.inputs_vjp.replace(args_res=[layer, h])((dq, dk, dv))
+        grads = _add_at(grads, l, more, reads(lambda layer, h: layer.attention_inputs(h, chunk.positions), layer, h))
+        return lax.optimization_barrier(dh + more_dh), pools, grads, ahead
 
     for group, wanted, saved in reversed(kept):
         first, turns = downwards(wanted)
@@ -321,9 +318,17 @@ def _layers_backward(
     return dh, pools, grads
 
 
-def _put(stack: Any, layer: Any, l: Int[Array, ""] | int) -> Any:
-    """The stack with one layer replaced."""
-    return jax.tree.map(lambda all_layers, x: lax.dynamic_update_index_in_dim(all_layers, x, l, 0), stack, layer)
+def _add_at(grads: Any, l: Int[Array, ""], more: Any, read: Any) -> Any:
+    """The gradients of all layers with a part of one layer added, of the leaves that the part reads: the sums of others
+    XLA would copy onto themselves."""
+
+    def one(total, x, there):
+        if not there:
+            return total
+        at_l = lax.dynamic_index_in_dim(total, l, 0, keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, at_l + x.astype(total.dtype), l, 0)
+
+    return jax.tree.map(one, grads, more, read)
 
 
 def _remat(config: Config):

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from oomb_jax.chunk import Chunk
+from oomb_jax.config import Config
 from oomb_jax.parts import layer_at
 from oomb_jax.placement import Group, Pages, attention, groups, mass, pages, write
 from oomb_jax.pools import Pools
@@ -42,9 +43,9 @@ class _Begun(NamedTuple):
     table: Int[Array, "R *M K"]
 
 
-def together(pools: Pools) -> int:
+def together(pools: Pools, config: Config) -> int:
     """How many chunks the fill pass takes at once: two where pages are fetched, so that one hides the other's fetch."""
-    return 2 if any(group.staged for group in groups(pools)) else 1
+    return 2 if any(group.staged for group in groups(pools, config)) else 1
 
 
 def forward(
@@ -62,10 +63,10 @@ def forward(
     Returns:
       Hidden states of the chunks; and the pools with their keys, values and choices.
     """
-    h, found = list(h), groups(filling.pools)
+    h, found = list(h), groups(filling.pools, chunks[0].config)
     for group in found:
         finish = last_output or group is not found[-1]
-        with group.products(chunks[0].config, streams=1):
+        with group.products(chunks[0].config):
             if group.staged and len(chunks) == 2:
                 h, filling = _in_turns(layers, group, chunks, filling, h, finish)
             else:

@@ -3,6 +3,7 @@
 `model.layers` is one pytree whose leaves have a leading axis L. The outer part is the model with those leaves left out.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,6 +58,15 @@ def layer_count(layers: Any) -> int:
 def layer_at(layers: Any, l: Int[Array, ""] | int) -> Any:
     """Layer l of the stack."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, l, 0, keepdims=False), layers)
+
+
+def reads(part: Callable[..., Any], layer: Any, *arrays: Any) -> Any:
+    """Which leaves of a layer `part(layer, *arrays)` reads, found by tracing: a pytree of bools."""
+    leaves, structure = jax.tree.flatten(layer)
+    traced = jax.make_jaxpr(lambda leaves, *arrays: part(jax.tree.unflatten(structure, leaves), *arrays))
+    jaxpr = traced(leaves, *arrays).jaxpr
+    read = {id(x) for equation in jaxpr.eqns for x in equation.invars} | {id(x) for x in jaxpr.outvars}
+    return jax.tree.unflatten(structure, [id(x) in read for x in jaxpr.invars[: len(leaves)]])
 
 
 def key_shape(model: Any) -> jax.ShapeDtypeStruct:

@@ -21,9 +21,10 @@ from jaxtyping import Array, Float, Int
 from oomb_jax.chunk import Chunk
 from oomb_jax.config import Config
 from oomb_jax.gradient_slots import give_back, most_at_once, take
+from oomb_jax.pallas_kernels.device import no_hopper
 from oomb_jax.pallas_kernels.matmul import products
 from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, on_copy_stream, quantise, store_pages
-from oomb_jax.pallas_kernels.page_move.config import LINK_PROGRAMS, PROGRAMS
+from oomb_jax.pallas_kernels.page_move.config import LINK_ADDERS, LINK_FETCHERS, PROGRAMS
 from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
 from oomb_jax.pools import LayerPools, Pools
 from oomb_jax.selection import Staging, attention_mass, stage
@@ -63,6 +64,15 @@ class KeyGradients(NamedTuple):
     dv: Float[Array, "C M H"]
 
 
+class Movers(NamedTuple):
+    """Multiprocessors that move the pages of a layer."""
+
+    fetch: int
+    add: int
+    spared: bool
+    """Whether products leave them these."""
+
+
 class Group(NamedTuple):
     """A contiguous group of layers whose pools lie in the same memory. Layers are numbered as in the model."""
 
@@ -71,15 +81,12 @@ class Group(NamedTuple):
     stop: int
     staged: bool
     """`LayerPools.staged`: whether pages must be fetched."""
+    movers: Movers
 
-    @property
-    def movers(self) -> int:
-        """Multiprocessors of each stream that moves its pages."""
-        return (LINK_PROGRAMS if self.memory == "host" else PROGRAMS) if self.staged else 0
-
-    def products(self, config: Config, *, streams: int) -> AbstractContextManager[None]:
-        """Inside, the products of its layers leave the multiprocessors of so many streams alone."""
-        return products(config.matmul, spare=streams * self.movers)
+    def products(self, config: Config, *, adding: bool = False) -> AbstractContextManager[None]:
+        """Inside, the products of its layers leave movers their multiprocessors. adding: those that add, too."""
+        spare = self.movers.fetch + (self.movers.add if adding else 0)
+        return products(config.matmul, spare=spare if self.movers.spared else 0)
 
     def held(self, pools: Pools) -> LayerPools:
         """The pools of its layers."""
@@ -90,14 +97,18 @@ class Group(NamedTuple):
         return pools._replace(**{self.memory: self.held(pools)._replace(**arrays)})
 
 
-def groups(pools: Pools) -> list[Group]:
+def groups(pools: Pools, config: Config) -> list[Group]:
     """The groups of layers, from the first layer on."""
     found, resident = [], 0
+    # Beside cuBLAS, which waits for any mover, the sooner a mover ends the better. Pages that come from the GPU's own
+    # memory are under way for a moment.
+    spared = no_hopper() is None and config.matmul != "reference"
     if pools.hbm is not None:
         resident = pools.hbm.k.shape[0]
-        found.append(Group("hbm", 0, resident, pools.hbm.staged))
+        found.append(Group("hbm", 0, resident, pools.hbm.staged, Movers(PROGRAMS, PROGRAMS, False)))
     if pools.host is not None:
-        found.append(Group("host", resident, resident + pools.host.k.shape[0], pools.host.staged))
+        movers = Movers(LINK_FETCHERS, LINK_ADDERS, True) if spared else Movers(PROGRAMS, PROGRAMS, False)
+        found.append(Group("host", resident, resident + pools.host.k.shape[0], pools.host.staged, movers))
     return found
 
 
@@ -113,7 +124,7 @@ def fetched(pools: Pools, group: Group, l: Int[Array, ""], slots: Staging) -> Pa
     """Pages of a staged layer, each in its slot."""
     held, layer = group.held(pools), l - group.start
     both = (held.k, held.k_scale), (held.v, held.v_scale)
-    move = functools.partial(fetch, programs=group.movers)
+    move = functools.partial(fetch, programs=group.movers.fetch)
     k, v = (move(pool, layer, slots.pages, scales=scales)[None] for pool, scales in both)
     return Pages(k, v, jnp.int32(0), slots.table, slots.pages)
 
@@ -132,7 +143,7 @@ def write(pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk, k: Keys, 
             own, made = quantise(own, jnp.clip(chunk.tokens - S * iota(chunk.rows), 0, S))
             scales = lax.dynamic_update_slice(scales, made[None], (layer, chunk.first_page, zero))
         if group.staged:
-            return store(pool, layer, chunk.own_pages, own, programs=group.movers), scales
+            return store(pool, layer, chunk.own_pages, own, programs=group.movers.fetch), scales
         return lax.dynamic_update_slice(pool, own[None], (layer, chunk.first_page, zero, zero, zero)), scales
 
     (k_pool, k_scale), (v_pool, v_scale) = put(held.k, held.k_scale, k), put(held.v, held.v_scale, v)
@@ -158,7 +169,7 @@ def attention_vjp(
         # Asked for beside the kernel, when nothing else is on its way.
         own_slots = lax.dynamic_slice_in_dim(held.slots.of_page[layer], chunk.first_page, chunk.rows)
         own_slots, do = lax.optimization_barrier((own_slots, do))
-        later = [fetch_gradients(pool, layer, own_slots, programs=group.movers) for pool in (held.dk, held.dv)]
+        later = [fetch_gradients(pool, layer, own_slots, programs=group.movers.add) for pool in (held.dk, held.dv)]
     q, k, v, o, lse = saved
     dk_pool, dv_pool = (None, None) if group.staged else (held.dk, held.dv)
     dq, dk, dv, *gradients = paged_attention_vjp(
@@ -198,7 +209,7 @@ def _added(group: Group, held: LayerPools, layer, chunk: Chunk, ids, gradients, 
     slots = give_back(held.slots, layer, chunk.first_page, chunk.rows)
     taken, fresh, slots = take(slots, layer, ids)
     dk, dv = (
-        add(pool, layer, taken, more[0], fresh, ids, rounding_key=key, word=word, programs=group.movers)
+        add(pool, layer, taken, more[0], fresh, ids, rounding_key=key, word=word, programs=group.movers.add)
         for word, (pool, more) in enumerate(((held.dk, gradients[0]), (held.dv, gradients[1])))
     )
     return {"dk": dk, "dv": dv, "slots": slots}
@@ -207,7 +218,7 @@ def _added(group: Group, held: LayerPools, layer, chunk: Chunk, ids, gradients, 
 def missing_slots(pools: Pools, sequence: Sequence, config: Config) -> Int[Array, ""] | None:
     """After the fill pass, the slots for gradients that a layer lacks, 0 where they suffice; None where there is one
     for every page."""
-    few = [g for g in groups(pools) if (slots := g.held(pools).slots) is not None and slots.free is not None]
+    few = [g for g in groups(pools, config) if (slots := g.held(pools).slots) is not None and slots.free is not None]
     if not few:
         return None
     n, rows, room = sequence.chunks, sequence.chunk // config.page, few[0].held(pools).dk.shape[1]
@@ -225,6 +236,6 @@ def mass(
     """See `Pools.mass`; of the first and the middle query page of the last chunk, and 0 of other chunks."""
     held, sample = group.held(pools), iota(2) * (table.shape[0] // 2)
     arguments = q, k, held.k, l - group.start, chunk.first_page, table, sample
-    read = functools.partial(fetch, scales=held.k_scale, programs=group.movers) if group.staged else None
+    read = functools.partial(fetch, scales=held.k_scale, programs=group.movers.fetch) if group.staged else None
     measure = lambda: jnp.stack(attention_mass(*arguments, **chunk.segments, fetch=read))
     return lax.cond(chunk.last, measure, lambda: jnp.zeros(2, accumulator(q.dtype)))

@@ -57,7 +57,9 @@ def multiprocessors() -> int:
     """Of the GPU that is compiled for; 0 where there is none."""
     described = _described()
     if described is not None:
-        return described.num_cores or 0
+        if described.num_cores is None:
+            raise ValueError(f"{described}: a device that is described needs its number of multiprocessors, num_cores")
+        return described.num_cores
     device = current_device()
     return device.core_count if device.platform == "gpu" else 0
 

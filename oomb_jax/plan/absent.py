@@ -105,8 +105,9 @@ class AbsentGPU:
 
     @functools.cached_property
     def _mesh(self) -> AbstractMesh:
-        kind = _DEVICES[self.name]["name"]
-        return AbstractMesh((1,), ("device",), abstract_device=AbstractDevice(kind, None, "gpu"))
+        device = _DEVICES[self.name]
+        described = AbstractDevice(device["name"], device["cores"], "gpu")
+        return AbstractMesh((1,), ("device",), abstract_device=described)
 
     @functools.cached_property
     def _topology(self) -> Any:

@@ -84,7 +84,7 @@ class Step:
             sequence = self._cut(batch, b)
             with _Window(report, b) as window:
                 filling = self.pieces["begin"](pools)
-                total, size = fill_chunks(sequence, self.config), together(pools)
+                total, size = fill_chunks(sequence, self.config), together(pools, self.config)
                 for c in range(0, total, size):
                     chunks = np.arange(c, min(c + size, total), dtype=np.int32)
                     piece = self.pieces["fill" if c + size <= total or not c else "fill_rest"]
@@ -199,7 +199,7 @@ def compile_step(
     def reverse_one(model, carry, sequence, weight, c):
         return reverse(model, carry, sequence, weight, config, c)
 
-    total, size = fill_chunks(sequence, config), together(pools)
+    total, size = fill_chunks(sequence, config), together(pools, config)
     # Of a single chunk there may be nothing to fill; the piece is then compiled for the plan alone.
     chunks = jax.ShapeDtypeStruct((min(size, max(total, 1)),), jnp.int32)
     carry = Carry(pools=pools, grads=grads)

@@ -59,11 +59,15 @@ def main(contexts: list[int], **settings) -> None:
         print("fetched pages copied:", len(re.findall(rf"= \w+\[(?:1,)?{fetched}\]\S* copy\(", text)))
         for scope, counts in hidden(text).items():
             print(f"products beside a fetch, {scope}:", *counts)
+        print("products beside an addition:", *hidden(text, additions=True)["backward"])
+        for scope in "fill", "recompute", "backward":
+            kernels = re.findall(rf'custom-call\(.*mosaic_gpu.*/{scope}/.*/matmul/mpmd_map"', text)
+            print(f"products by the kernel, {scope}:", len(kernels))
 
 
-def hidden(text: str) -> dict[str, list[int]]:
-    """Of every fetch in a loop over layers, by pass: the products and attention kernels between its begin and its end,
-    in the order in which the compiled program starts them."""
+def hidden(text: str, *, additions: bool = False) -> dict[str, list[int]]:
+    """Of every fetch in a loop over layers, or of every addition to a pool, by pass: the products and attention kernels
+    between its begin and its end, in the order in which the compiled program starts them."""
     counts, begun = {}, {}
     for line in text.splitlines():
         if line.endswith("{"):  # another computation
@@ -76,7 +80,7 @@ def hidden(text: str) -> dict[str, list[int]]:
         if done := re.search(r"call-done\((%\S+)\).*/(fill/while/body/.*|recompute/|backward/)while/body/", operation):
             # Not what updates a pool, reads the chunk's own 32 pages, or measures the mass.
             staged = re.match(r"\w+\[(?!32,)\d+,\d+,\d+,\d+\]", operation) and "/cond/" not in operation
-            if staged:
+            if re.match(r"\w+\[\S+:S\(5\)", operation) if additions else staged:
                 counts.setdefault(done[2].split("/")[0], []).append(begun[done[1]])
     return counts
 

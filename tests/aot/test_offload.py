@@ -25,6 +25,12 @@ def device_bytes(settings: str, *contexts: int) -> tuple[list[int], list[int]]:
         beside = re.findall(rf"^products beside a fetch, {scope}: (.*)$", done.stdout, re.MULTILINE)
         assert len(beside) == len(contexts)
         assert all(int(count) >= 5 for counts in beside for count in counts.split()), done.stdout
+        # Those of a layer at least, but for what its gradients need no more.
+        assert all(count >= 7 for count in figures(f"products by the kernel, {scope}"))
+    additions = re.findall(r"^products beside an addition: (.*)$", done.stdout, re.MULTILINE)
+    assert len(additions) == len(contexts)
+    # More than what is left of their own layer.
+    assert all(int(count) >= 12 for counts in additions for count in counts.split()), done.stdout
     assert figures("context") == list(contexts)
     assert figures("host temporaries") == [0] * len(contexts)
     assert figures("host not in place") == [0] * len(contexts)

@@ -47,22 +47,26 @@ def products(
 
 def matmul(x: Float[Array, "C I"], weight: Float[Array, "I O"]) -> Float[Array, "C O"]:
     """`x @ weight`, with float32 sums and one rounding to the dtype of the two, as `products` says; outside of it the
-    reference. Where a kernel cannot take the inputs, also `x @ weight`."""
+    reference. Where the kernel cannot take the operands, also `x @ weight`; on a GPU that is logged once.
+
+    Raises:
+      NotImplementedError: the kernel was named, and the device cannot run it.
+    """
     setting = _setting.value
-    refusal = _refusal(setting, x, weight)
-    implementation = choose("matmul", None, {"mosaic": refusal}) if setting != _Setting() else "reference"
-    if implementation == "reference":
+    if setting.implementation == "reference" or (setting.implementation is None and not setting.spare):
+        return x @ weight
+    missing = None if setting.interpret else no_hopper() or _too_small(setting.spare)
+    if missing and setting.implementation == "mosaic":
+        raise NotImplementedError(f"matmul='mosaic': {missing}; pass 'reference' or None")
+    if choose("matmul", None, {"mosaic": missing or unsupported(x, weight)}) == "reference":
         return x @ weight
     return checkpoint_name(_matmul(x, weight, setting), PRODUCT)
 
 
-def _refusal(setting: _Setting, x, weight) -> str | None:
-    """Why the kernel does not compute this product; None if it does."""
-    if setting.implementation == "reference":
-        return "another was named"
-    if setting.implementation is None and not setting.spare:
-        return "no multiprocessor is to be spared"
-    return (None if setting.interpret else no_hopper()) or unsupported(x, weight)
+def _too_small(spare: int) -> str | None:
+    """Why the device has no multiprocessors to spare; None if it has."""
+    count = multiprocessors()
+    return None if spare <= count // 4 else f"{spare} of {count} multiprocessors are asked for"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -85,7 +89,7 @@ _matmul.defvjp(_forward, _backward)
 def _product(a, b, setting: _Setting, *, transpose_a: bool = False, transpose_b: bool = False):
     from oomb_jax.pallas_kernels.matmul import mosaic
 
-    programs = max(2, multiprocessors() - setting.spare)
+    programs = 2 if setting.interpret else multiprocessors() - setting.spare
     return mosaic.product(
         a, b, transpose_a=transpose_a, transpose_b=transpose_b, programs=programs, interpret=setting.interpret
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from oomb_jax.pallas_kernels.device import ROWS, SHARED_MEMORY
@@ -55,6 +56,8 @@ def tiles(M: int, N: int, programs: int) -> Tiles:
 
 def unsupported(x, weight) -> str | None:
     """Why the kernel cannot multiply these and their gradients; None if it can."""
+    if jax.config.read("jax_enable_x64"):
+        return "64-bit mode, where the kernel counts in 32 bits"
     if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{x.dtype} @ {weight.dtype}, where the kernel takes bfloat16 or float16"
     if x.ndim != 2 or weight.ndim != 2:

@@ -90,8 +90,9 @@ def product(a, b, *, transpose_a=False, transpose_b=False, programs: int, interp
                     for acc, first, width in zip(sums, firsts, tile.columns, strict=True)
                     for c in range(0, width, PIECE)
                 ]
-                for turn, (r, c, piece) in enumerate(pieces):
-                    buffer = out_smem.at[warpgroup, turn % 2]
+                for j, (r, c, piece) in enumerate(pieces):
+                    # Buffers take turns from tile to tile too: one copy of a warpgroup may still read the other.
+                    buffer = out_smem.at[warpgroup, lax.rem(i * len(pieces) + j, 2)]
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                     buffer[...] = piece.astype(out_ref.dtype)
                     plgpu.commit_smem()

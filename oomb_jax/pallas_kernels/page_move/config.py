@@ -11,8 +11,9 @@ at any time."""
 BLOCK_BYTES = 32 * 1024
 """What a program asks for before it waits: 8 loads of 16 bytes by each thread."""
 
-LINK_PROGRAMS = 4
-"""For pools in host memory beside matrix products: as fast alone, and each takes a multiprocessor from the products."""
+LINK_FETCHERS, LINK_ADDERS = 4, 8
+"""For pools in host memory beside products that spare so many multiprocessors: four fetch as fast as 16 when alone. A
+program that adds has half as much on its way, in narrower blocks; eight of them cost products no more than four."""
 
 WARPS = 8
 

@@ -137,6 +137,7 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
     with forced(settings.selection):
         step = step.lower(model, pools, ids[:-1], ids[1:]).compile()
     compiled_in = time.perf_counter() - start
+    print(f"{context:,} tokens: compiled in {compiled_in:.1f} s", flush=True)
 
     def run():
         nonlocal pools
@@ -144,7 +145,9 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
         loss, grads, pools = step(model, pools, ids[:-1], ids[1:])
         jax.block_until_ready(grads)
         assert jnp.isfinite(loss)
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        print(f"{context:,} tokens: {seconds:.2f} s", flush=True)
+        return seconds
 
     first, *others = (run() for _ in range(1 + settings.steps))
     seconds = statistics.median(others or [first])

@@ -1,4 +1,4 @@
-"""Options of XLA that the step was measured with; without them it is correct and slower."""
+"""Options of XLA for the step; without them it is correct and slower."""
 
 COMPILER_OPTIONS = {
     # Matrix products by cuBLAS alone read a layer's weights where they lie; products that may become Triton kernels

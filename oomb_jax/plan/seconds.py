@@ -16,7 +16,8 @@ FORWARD_PASSES, BACKWARD_PASSES = 7, 24
 
 BESIDE_MOVERS = 0.5
 """Of the time that pages are under way, what products beside them lose to the movers, which hold multiprocessors. In
-a traced step at 65,536 tokens products of 0.69 ms took 1.29 and 0.99 beside 1.64 ms of fetches."""
+a traced step at 65,536 tokens products of 0.69 ms took 1.29 and 0.99 beside 1.64 ms of fetches. That was cuBLAS; the
+kernel that leaves movers room loses less in a loop of products, and no step with it was timed yet."""
 
 NARROW_HEADS = 0.72
 """Of the rates of attention, which are those of heads of 128, what narrower ones reach: a step of qwen2.5-0.5b with

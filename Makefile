@@ -29,7 +29,7 @@ demo: ## set up, train the tiny model on real text at a context of 16,384 and sh
 		rm -rf $(demo_run)-before; mv $(demo_run) $(demo_run)-before; fi
 	$(demo_command) $(DEMO_FLAGS)
 
-test: ## set up, then lint, types and the whole test suite on the CPU (about 8 minutes)
+test: ## set up, then lint, types and the whole test suite on the CPU (about 12 minutes on two cores)
 	@echo "test: style and types first, then the whole test suite on the CPU"
 	@sh scripts/setup dev$${EXTRAS:+,$$EXTRAS}
 	@$(MAKE) --no-print-directory lint

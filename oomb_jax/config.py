@@ -67,9 +67,10 @@ class Config:
     `"reference"`. A named one never falls back. None: the first of them that can run; on a GPU it logs once which."""
 
     matmul: Product | None = None
-    """How the layers' products are computed that a model writes as `matmul`: `"mosaic"`, a kernel for Hopper GPUs,
-    where it takes the operands, or `"reference"`, by XLA. None: the kernel in layers whose pages are fetched, where it
-    leaves multiprocessors to that; elsewhere by XLA. The two add residuals and biases before rounding or after it."""
+    """How the layers' products are computed that a model writes as `oomb_jax.matmul`: `"mosaic"`, a kernel for Hopper
+    GPUs, where it takes the operands (on another device it is refused), or `"reference"`, by XLA. None: on Hopper GPUs
+    the kernel in layers whose pools are in host memory, where it leaves multiprocessors to the movers; elsewhere by
+    XLA. The kernel rounds before a residual or bias is added; XLA may add it first."""
 
     def __post_init__(self):
         if self.page < 8:

@@ -114,11 +114,11 @@ def go_down[Carry, Halfway](
         last, carry = last - 1, second(last, first(last, carry, kept.last), kept.last, rest)
     if not m:
         return carry
-    lower, upper = of_pair(0)
     of_pairs = lambda index: jax.tree.map(lambda x: x[index], both)
     state = last, first(last, carry, of_pair(m - 1)[1])
     rounds = 1 + iota(m - 1), of_pairs(slice(1, None))
     l, halfway = lax.scan(pair, state, rounds, length=m - 1, reverse=True)[0]
+    lower, upper = of_pair(0)
     return from_upper(l, halfway, upper, lower, of_pairs(0))
 
 

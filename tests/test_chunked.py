@@ -247,6 +247,7 @@ def test_wrong_shapes_and_pools_are_refused(untyped):
         ({"remat": "some"}, "remat='some'"),
         ({"attention": "top-k"}, "attention='top-k'"),
         ({"implementation": "cudnn"}, "implementation='cudnn'"),
+        ({"matmul": "cublas"}, "matmul='cublas'"),
         ({"kv_dtype": "int8"}, "kv_dtype=int8: .* or 'float8_e4m3fn'"),
         ({"kv_dtype": "float8_e5m2"}, "kv_dtype=float8_e5m2: .* or 'float8_e4m3fn'"),
         ({"grad_dtype": "float8_e4m3fn"}, "grad_dtype=float8_e4m3fn"),

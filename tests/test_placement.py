@@ -45,7 +45,7 @@ def runs(shape, attention, hbm_layers, kv_dtype, matmul):
         vocab_size=97,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=3,
+        num_hidden_layers=5,  # of four staged ones two pairs: the loops over pairs go round
         num_attention_heads=shape.group * shape.kv_heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,

@@ -66,8 +66,8 @@ def main(contexts: list[int], **settings) -> None:
 
 
 def hidden(text: str, *, additions: bool = False) -> dict[str, list[int]]:
-    """Of every fetch in a loop over layers, or of every addition to a pool, by pass: the products and attention kernels
-    between its begin and its end, in the order in which the compiled program starts them."""
+    """Of every fetch from the host in a loop over layers, or of every addition to a pool there, by pass: the products and
+    attention kernels between its begin and its end, in the order in which the compiled program starts them."""
     counts, begun = {}, {}
     for line in text.splitlines():
         if line.endswith("{"):  # another computation
@@ -75,9 +75,10 @@ def hidden(text: str, *, additions: bool = False) -> dict[str, list[int]]:
         name, _, operation = line.strip().removeprefix("ROOT ").partition(" = ")
         if re.search(r"__cublas|mosaic_gpu|calls=%dynamic-slice-fusion", operation):
             begun = {start: count + 1 for start, count in begun.items()}
-        if "call-start(" in operation:
+        if "call-start(" in operation and ":S(5)" in operation:
             begun[name] = 0
-        if done := re.search(r"call-done\((%\S+)\).*/(fill/while/body/.*|recompute/|backward/)while/body/", operation):
+        done = re.search(r"call-done\((%\S+)\).*/(fill/while/body/.*|recompute/|backward/)while/body/", operation)
+        if done and done[1] in begun:
             # Not what updates a pool, reads the chunk's own 32 pages, or measures the mass.
             staged = re.match(r"\w+\[(?!32,)\d+,\d+,\d+,\d+\]", operation) and "/cond/" not in operation
             if re.match(r"\w+\[\S+:S\(5\)", operation) if additions else staged:

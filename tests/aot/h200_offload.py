@@ -66,8 +66,8 @@ def main(contexts: list[int], **settings) -> None:
 
 
 def hidden(text: str, *, additions: bool = False) -> dict[str, list[int]]:
-    """Of every fetch from the host in a loop over layers, or of every addition to a pool there, by pass: the products and
-    attention kernels between its begin and its end, in the order in which the compiled program starts them."""
+    """Of every fetch from the host in a loop over layers, or of every addition to a pool there, by pass: the products
+    and attention kernels between its begin and its end, in the order in which the compiled program starts them."""
     counts, begun = {}, {}
     for line in text.splitlines():
         if line.endswith("{"):  # another computation

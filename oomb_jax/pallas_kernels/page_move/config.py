@@ -9,7 +9,10 @@ PROGRAMS = 16
 at any time."""
 
 BLOCK_BYTES = 32 * 1024
-"""What a program asks for before it waits: 8 loads of 16 bytes by each thread."""
+"""What a program asks for at once: 8 loads of 16 bytes by each thread."""
+
+AHEAD = 3
+"""Blocks that it has asked for before it works at one. They come into 96 KiB of shared memory, which every GPU has."""
 
 LINK_FETCHERS, LINK_ADDERS = 4, 8
 """For pools in host memory beside products that spare so many multiprocessors: four fetch as fast as 16 when alone. A
@@ -19,8 +22,9 @@ WARPS = 8
 
 
 def block(count: int, itemsize: int) -> int:
-    """Elements that a program moves at once, of `count` contiguous ones: a power of two, as Triton's blocks are."""
-    return min(BLOCK_BYTES // itemsize, 1 << (count - 1).bit_length())
+    """Elements that a program moves at once, of `count` contiguous ones: a power of two, as Triton's blocks are.
+    itemsize: bytes of all that it asks for of one element."""
+    return min(1 << (BLOCK_BYTES // itemsize).bit_length() - 1, 1 << (count - 1).bit_length())
 
 
 def unsupported_triton(pool, pages, dtype) -> str | None:

@@ -1,8 +1,10 @@
 """Movers in Triton, for NVIDIA GPUs from Ampere on.
 
-A few programs stay for the whole call and share its work, one head of one page at a time. They read and write the
-pool where it lies, over PCIe if that is host memory, so what counts is that enough is on its way: each asks for a large
-block before it waits for any of it. Copies do not look at what they move and go in words of 4 bytes.
+A few programs stay for the whole call and share its work, one block of one head of one page at a time. They read and
+write the pool where it lies, over PCIe if that is host memory, so what counts is that enough is on its way: each asks for
+some blocks ahead of the one that it works at (`num_stages` of the loops, which Triton turns into asynchronous copies to
+shared memory). So a block may be read before an earlier one is written, which are different ones, as pages are
+distinct. Copies do not look at what they move and go in words of 4 bytes.
 """
 # pyright: reportAttributeAccessIssue=false
 # Where Triton is not installed, pyright takes this very file for it.
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 from jax import lax
 
-from oomb_jax.pallas_kernels.page_move.config import WARPS, block
+from oomb_jax.pallas_kernels.page_move.config import AHEAD, WARPS, block
 from oomb_jax.pallas_kernels.rounding import LARGEST
 from oomb_jax.pallas_kernels.triton_call import device_capability, triton_call
 
@@ -75,7 +77,7 @@ def add_pages(pool, layer, pages, values, fresh, names, word, *, programs, compu
         in_place=(pool,),
         name="add_pages",
         SIZE=size,
-        BLOCK=block(size, 4),
+        BLOCK=block(size, pool.dtype.itemsize + values.dtype.itemsize),
         STOCHASTIC=word is not None,
         **_options(pool, pages, programs, compute_capability),
     )
@@ -96,7 +98,7 @@ def _options(pool, pages, programs, compute_capability) -> dict[str, Any]:
     _, P, M, _, _ = pool.shape
     capability = compute_capability or device_capability()
     compiler = {"num_warps": WARPS, "num_stages": 1, "compute_capability": capability}
-    return {"grid": (programs,), "P": P, "M": M, "U": len(pages)} | compiler
+    return {"grid": (programs,), "P": P, "M": M, "U": len(pages), "AHEAD": AHEAD} | compiler
 
 
 @triton.jit
@@ -113,44 +115,40 @@ def _parts(pages, U: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _copy(source, target, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    for start in tl.range(0, WORDS, BLOCK):
-        inside = start + tl.arange(0, BLOCK)
-        if WORDS % BLOCK == 0:
-            tl.store(target + inside, tl.load(source + inside))
-        else:
-            exists = inside < WORDS
-            tl.store(target + inside, tl.load(source + inside, mask=exists), mask=exists)
-
-
-@triton.jit
-@no_type_check
 def _fetch(
     pool, layer, pages, staged,
-    U: tl.constexpr, P: tl.constexpr, M: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    U: tl.constexpr, P: tl.constexpr, M: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     source = pool.to(tl.pointer_type(tl.int32), bitcast=True)
     target = staged.to(tl.pointer_type(tl.int32), bitcast=True)
     first = tl.load(layer).to(tl.int64) * P
-    for part in tl.range(tl.program_id(0), _parts(pages, U, M), tl.num_programs(0)):
+    blocks = tl.cdiv(WORDS, BLOCK)
+    for i in tl.range(tl.program_id(0), _parts(pages, U, M) * blocks, tl.num_programs(0), num_stages=AHEAD + 1):
+        part = i // blocks
         page = tl.load(pages + part // M)
-        if page >= 0:
-            _copy(source + ((first + page) * M + part % M) * WORDS, target + part * WORDS, WORDS, BLOCK)
+        inside = i % blocks * BLOCK + tl.arange(0, BLOCK)
+        exists = (page >= 0) & (inside < WORDS)
+        x = tl.load(source + ((first + page) * M + part % M) * WORDS + inside, mask=exists)
+        tl.store(target + part * WORDS + inside, x, mask=exists)
 
 
 @triton.jit
 @no_type_check
 def _store(
     layer, pages, values, pool, pool_again,
-    U: tl.constexpr, P: tl.constexpr, M: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    U: tl.constexpr, P: tl.constexpr, M: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     source = values.to(tl.pointer_type(tl.int32), bitcast=True)
     target = pool.to(tl.pointer_type(tl.int32), bitcast=True)
     first = tl.load(layer).to(tl.int64) * P
-    for part in tl.range(tl.program_id(0), _parts(pages, U, M), tl.num_programs(0)):
+    blocks = tl.cdiv(WORDS, BLOCK)
+    for i in tl.range(tl.program_id(0), _parts(pages, U, M) * blocks, tl.num_programs(0), num_stages=AHEAD + 1):
+        part = i // blocks
         page = tl.load(pages + part // M)
-        if page >= 0:
-            _copy(source + part * WORDS, target + ((first + page) * M + part % M) * WORDS, WORDS, BLOCK)
+        inside = i % blocks * BLOCK + tl.arange(0, BLOCK)
+        exists = (page >= 0) & (inside < WORDS)
+        x = tl.load(source + part * WORDS + inside, mask=exists)
+        tl.store(target + ((first + page) * M + part % M) * WORDS + inside, x, mask=exists)
 
 
 @triton.jit
@@ -169,21 +167,21 @@ def _widen_float8(byte):
 @no_type_check
 def _fetch_wider(
     pool, scales, layer, pages, staged,
-    U: tl.constexpr, P: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, FLOAT8: tl.constexpr,
+    U: tl.constexpr, P: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):  # fmt: skip
     first = tl.load(layer).to(tl.int64) * P
-    for part in tl.range(tl.program_id(0), _parts(pages, U, M), tl.num_programs(0)):
+    blocks = tl.cdiv(SIZE, BLOCK)
+    for i in tl.range(tl.program_id(0), _parts(pages, U, M) * blocks, tl.num_programs(0), num_stages=AHEAD + 1):
+        part = i // blocks
         page = tl.load(pages + part // M)
-        if page >= 0:
-            at = (first + page) * M + part % M
-            for start in tl.range(0, SIZE, BLOCK):
-                inside = start + tl.arange(0, BLOCK)
-                exists = inside < SIZE
-                x = tl.load(pool + at * SIZE + inside, mask=exists)
-                if FLOAT8:
-                    x = _widen_float8(x) * (tl.load(scales + at) * 256.0)
-                target = staged + part * SIZE + inside
-                tl.store(target, x.to(staged.dtype.element_ty), mask=exists)
+        at = (first + page) * M + part % M
+        inside = i % blocks * BLOCK + tl.arange(0, BLOCK)
+        exists = (page >= 0) & (inside < SIZE)
+        x = tl.load(pool + at * SIZE + inside, mask=exists)
+        if FLOAT8:
+            x = _widen_float8(x) * (tl.load(scales + at, mask=page >= 0) * 256.0)
+        tl.store(staged + part * SIZE + inside, x.to(staged.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -208,25 +206,22 @@ def _round(x, of_tile, element):
 @no_type_check
 def _add(
     layer, pages, names, fresh, words, values, pool, pool_again,
-    U: tl.constexpr, P: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    U: tl.constexpr, P: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     first = tl.load(layer).to(tl.int64) * P
-    for part in tl.range(tl.program_id(0), _parts(pages, U, M), tl.num_programs(0)):
+    blocks = tl.cdiv(SIZE, BLOCK)
+    for i in tl.range(tl.program_id(0), _parts(pages, U, M) * blocks, tl.num_programs(0), num_stages=AHEAD + 1):
+        part = i // blocks
         page = tl.load(pages + part // M)
-        if page >= 0:
-            at = (first + page) * M + part % M
-            old = tl.load(fresh + part // M) == 0
-            if STOCHASTIC:
-                name = tl.load(names + part // M)
-                of_tile = _mix(tl.load(words) ^ _mix((name * M + part % M).to(tl.uint32)))
-            for start in tl.range(0, SIZE, BLOCK):
-                inside = start + tl.arange(0, BLOCK)
-                exists = inside < SIZE
-                target = pool + at * SIZE + inside
-                # Added to a zero, as to a pool that was cleared: -0 becomes 0.
-                x = tl.load(target, mask=exists & old, other=0.0).to(tl.float32)
-                x += tl.load(values + part * SIZE + inside, mask=exists).to(tl.float32)
-                if STOCHASTIC:
-                    x = _round(x, of_tile, inside)
-                tl.store(target, x.to(pool.dtype.element_ty), mask=exists)
+        old = tl.load(fresh + part // M) == 0
+        inside = i % blocks * BLOCK + tl.arange(0, BLOCK)
+        exists = (page >= 0) & (inside < SIZE)
+        target = pool + ((first + page) * M + part % M) * SIZE + inside
+        # Added to a zero, as to a pool that was cleared: -0 becomes 0.
+        x = tl.load(target, mask=exists & old, other=0.0).to(tl.float32)
+        x += tl.load(values + part * SIZE + inside, mask=exists).to(tl.float32)
+        if STOCHASTIC:
+            name = tl.load(names + part // M)
+            x = _round(x, _mix(tl.load(words) ^ _mix((name * M + part % M).to(tl.uint32))), inside)
+        tl.store(target, x.to(pool.dtype.element_ty), mask=exists)

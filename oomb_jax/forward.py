@@ -5,7 +5,7 @@
 
 A chunk's queries choose its pages, so a fetch cannot begin before the layer does. With one chunk after the other the
 device would wait for it; with two in turns one computes meanwhile. The second chunk may attend to pages of the first:
-they are written before it chooses.
+they are written before it chooses. What both chose comes for the first, and is copied on the device for the second.
 """
 
 from collections.abc import Callable
@@ -110,8 +110,8 @@ def _in_turns(layers: Any, group: Group, chunks: list[Chunk], filling: Filling, 
         begun, filling = _begin(layer, group, chunk, l, filling, h)
         return begun, filling._replace(pools=write(filling.pools, group, l, chunk, begun.k, begun.v))
 
-    def fetch(filling, l, begun):
-        return pages(filling.pools, group, l, begun.table)
+    def fetch(filling, l, begun, at_hand=None):
+        return pages(filling.pools, group, l, begun.table, at_hand)
 
     def end(chunk, l, begun, here, other: Pages):
         """The chunk's hidden states after the layer; what comes then waits for the pages of the other."""
@@ -119,7 +119,7 @@ def _in_turns(layers: Any, group: Group, chunks: list[Chunk], filling: Filling, 
 
     def body(carry, after):
         l, a, here, b, filling = carry
-        h, there = end(first, l, a, here, fetch(filling, after - 1, b))
+        h, there = end(first, l, a, here, fetch(filling, after - 1, b, at_hand=here))
         a, filling = begin(first, layer_at(following, l), after, filling, h)
         h, here = end(second, l, b, there, fetch(filling, after, a))
         b, filling = begin(second, layer_at(following, l), after, filling, h)
@@ -137,7 +137,7 @@ def _in_turns(layers: Any, group: Group, chunks: list[Chunk], filling: Filling, 
     l, a, here, b, filling = carry
     if not finish:
         return [a.h, b.h], filling
-    h_first, there = end(first, l, a, here, fetch(filling, l, b))
+    h_first, there = end(first, l, a, here, fetch(filling, l, b, at_hand=here))
     return [h_first, _end(layers, second, l, b, there)], filling
 
 

@@ -112,21 +112,34 @@ def groups(pools: Pools, config: Config) -> list[Group]:
     return found
 
 
-def pages(pools: Pools, group: Group, l: Int[Array, ""], table: Table) -> Pages:
-    """The pages of a table, fetched if the layer is staged."""
+def pages(pools: Pools, group: Group, l: Int[Array, ""], table: Table, at_hand: Pages | None = None) -> Pages:
+    """The pages of a table, fetched if the layer is staged. at_hand: pages of the same layer that were fetched before;
+    those among them need not come over the link again."""
     held = group.held(pools)
     if group.staged:
-        return fetched(pools, group, l, stage(table, held.k.shape[1]))
+        return fetched(pools, group, l, stage(table, held.k.shape[1]), at_hand)
     return Pages(held.k, held.v, l - group.start, table, None)
 
 
-def fetched(pools: Pools, group: Group, l: Int[Array, ""], slots: Staging) -> Pages:
-    """Pages of a staged layer, each in its slot."""
+def fetched(pools: Pools, group: Group, l: Int[Array, ""], slots: Staging, at_hand: Pages | None = None) -> Pages:
+    """Pages of a staged layer, each in its slot. at_hand: as for `pages`."""
     held, layer = group.held(pools), l - group.start
-    both = (held.k, held.k_scale), (held.v, held.v_scale)
     move = functools.partial(fetch, programs=group.movers.fetch)
-    k, v = (move(pool, layer, slots.pages, scales=scales)[None] for pool, scales in both)
+    if at_hand is None or held.k_scale is not None:  # what float8 pages are widened to is no copy of them
+        both = (held.k, {"scales": held.k_scale}), (held.v, {"scales": held.v_scale})
+    else:
+        entries = _among(at_hand, slots.pages, held.k.shape[1])
+        both = (held.k, {"at_hand": (at_hand.k[0], entries)}), (held.v, {"at_hand": (at_hand.v[0], entries)})
+    k, v = (move(pool, layer, slots.pages, **more)[None] for pool, more in both)
     return Pages(k, v, jnp.int32(0), slots.table, slots.pages)
+
+
+def _among(at_hand: Pages, wanted: Int[Array, " U"], pages: int) -> Int[Array, " U"]:
+    """Of each wanted page the entry that it has there, -1 for none. pages: of the pool."""
+    assert at_hand.ids is not None
+    there = jnp.where(at_hand.ids < 0, pages, at_hand.ids)
+    entry = jnp.full(pages, -1, jnp.int32).at[there].set(iota(len(there)), mode="drop")
+    return jnp.where(wanted < 0, -1, entry[jnp.maximum(wanted, 0)])
 
 
 def write(pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk, k: Keys, v: Values) -> Pools:

@@ -18,7 +18,7 @@ import pytest
 import oomb_jax
 from oomb_jax import chunked, models, plan
 from oomb_jax.chunk import Chunk
-from oomb_jax.plan.machine import DEVICES, GIB, SYSTEM, Machine, named
+from oomb_jax.plan.machine import DEVICES, GIB, Machine, for_pools, named
 from oomb_jax.selection import TopK
 from oomb_jax.sequence import cut
 from oomb_jax.train import setup
@@ -211,7 +211,7 @@ def test_a_plan_tells_bytes_and_seconds_and_starts_no_device():
     assert told["host"]["total"] == sum(told["host"].values()) - told["host"]["total"]
     assert told["hbm"]["total"] >= told["hbm"]["weights"] + told["hbm"]["activations"] > 2e10
     assert told["time"]["total"] == pytest.approx(sum(told["time"].values()) - told["time"]["total"])
-    assert told["limits"]["host"] == 128 * GIB - SYSTEM
+    assert told["limits"]["host"] == for_pools(128 * GIB)
 
 
 def test_plan_flags_need_a_plan(capsys):

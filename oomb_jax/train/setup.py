@@ -17,7 +17,7 @@ from oomb_jax import models
 from oomb_jax.config import Config
 from oomb_jax.models import hf_config
 from oomb_jax.plan import Machine, disk_for, host_available, this
-from oomb_jax.plan.machine import SYSTEM
+from oomb_jax.plan.machine import for_pools
 from oomb_jax.pools import PINNED
 from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.train.config import TrainConfig
@@ -94,7 +94,7 @@ def make_plan(settings: TrainConfig) -> Plan:
             platform="gpu",
             device=None,
             hbm=memory_limit(device),
-            host=max(0, host_available() - SYSTEM),
+            host=for_pools(host_available()),
         )
     machine = dataclasses.replace(machine, disk=disk_for(settings.directory / "checkpoints"))
     return decide(settings, machine, find_model(settings))

@@ -41,14 +41,15 @@ def compile_for(capability):
     layer, pages, fresh = array(dtype="int32"), array(U, dtype="int32"), array(U, dtype="bool")
     scales, word = array(L, P, M, dtype="float32"), array(dtype="uint32")
     fetch = lambda dtype: (
-        lambda pool, layer, pages, scales: triton.fetch_pages(
-            pool, layer, pages, scales, jnp.dtype(dtype), programs=16, compute_capability=capability
+        lambda pool, layer, pages, scales, at_hand=None: triton.fetch_pages(
+            pool, layer, pages, scales, jnp.dtype(dtype), at_hand, programs=16, compute_capability=capability
         )
     )
     moved = lambda function: partial(function, programs=16, compute_capability=capability)
     for dtype in "bfloat16", "float32", "float8_e4m3fn":
         calls = [
             (fetch(dtype), (pool(dtype), layer, pages, None)),
+            (fetch(dtype), (pool(dtype), layer, pages, None, (staged(dtype), pages))),
             (moved(triton.store_pages), (pool(dtype), layer, pages, staged(dtype))),
         ]
         if dtype == "float8_e4m3fn":

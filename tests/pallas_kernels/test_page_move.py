@@ -87,6 +87,12 @@ def check(case: Case, implementation, memory_kind=None):
     same(fetched[named], pool[layer, pages[named]])
     if memory_kind is None:  # where the result begins as NaN
         assert np.isnan(fetched[pages < 0].astype(np.float32)).all()
+    at_hand, entries = draw(rng, (case.U + 2, *shape[2:]), dtype), rng.permutation(case.U).astype(np.int32)
+    near = rng.random(case.U) < 0.5
+    at_hand_of = lambda *arrays: functools.partial(fetch_near, *map(jnp.asarray, arrays))
+    fetched = run(at_hand_of(at_hand, np.where(near, entries, -1)), pool, pages, donate=False)
+    for u in named:
+        same(fetched[u], at_hand[entries[u]] if near[u] else pool[layer, pages[u]])
 
     expected = pool.copy()
     for u in named:
@@ -124,6 +130,10 @@ def check(case: Case, implementation, memory_kind=None):
                     expected[at] = total.astype(dtype)
         more = () if names is pages else (names,)
         same(run(add_pages, pool, pages, wide, fresh, *more, rounding_key=key, word=word), expected)
+
+
+def fetch_near(at_hand, entries, pool, layer, pages, **options):
+    return fetch_pages(pool, layer, pages, at_hand=(at_hand, entries), **options)
 
 
 def on(memory_kind):
@@ -220,7 +230,7 @@ def test_interpreted_kernels_move_what_a_loop_moves():
 def test_kernels_compile_to_wide_accesses_without_spills(capability, tmp_path):
     lines = offline("compile", capability, JAX_TRITON_DUMP_DIR=str(tmp_path)).splitlines()
     kernels = [line.split()[1:] for line in lines if line.startswith("kernel")]
-    assert len(kernels) == 11
+    assert len(kernels) == 14
     for name, spilled, *accesses in kernels:
         assert spilled == "0", name
         # Single words are ids, counts and scales.

@@ -31,6 +31,7 @@ def fetch_pages(
     *,
     scales: Float32[Array, "L P M"] | None = None,
     dtype: DTypeLike | None = None,
+    at_hand: tuple[Float[Array, "near M S H"], Pages] | None = None,
     programs: int = PROGRAMS,
     implementation: Implementation | None = None,
 ) -> Staged:
@@ -43,6 +44,9 @@ def fetch_pages(
       scales: of float8_e4m3fn pools, one for each page and head, a power of two; see `quantise`.
       dtype: one that holds every value of the pool exactly, so that widening rounds nothing. None: that of the pool,
         and bfloat16 where there are scales.
+      at_hand: pages of this layer that are on the device already, as an earlier fetch returned them, and of each page
+        asked for the entry there; int32, -1 where it is none. Those come from there. Of pools that are fetched as they
+        are, without scales and in their own dtype. None: all come from the pool.
       programs: of the GPU that work at it. Each takes a multiprocessor away from what runs beside it.
       implementation: `"triton"` or `"reference"`, plain JAX for pools on the device; a name is taken at its word. None:
         `"triton"` where it can run, else the reference; on an NVIDIA GPU it says once why.
@@ -59,11 +63,13 @@ def fetch_pages(
         raise ValueError(f"{pool.dtype} pages as {dtype} without scales: give the scales of the pool")
     if not _holds(dtype, pool.dtype):
         raise ValueError(f"{pool.dtype} pages as {dtype}: fetching only widens; convert what it returns")
+    if at_hand is not None and (scales is not None or not dtype == pool.dtype == at_hand[0].dtype):
+        raise ValueError(f"{at_hand[0].dtype} pages at hand, {pool.dtype} as {dtype} to fetch: one dtype, no scales")
     if _choose(implementation, "fetch_pages", pool, pages, dtype) == "triton":
         from oomb_jax.pallas_kernels.page_move import triton  # an optional package
 
-        return triton.fetch_pages(pool, _scalar(layer), pages, scales, dtype, programs=programs)
-    return reference.fetch_pages(pool, _scalar(layer), pages, scales, dtype)
+        return triton.fetch_pages(pool, _scalar(layer), pages, scales, dtype, at_hand, programs=programs)
+    return reference.fetch_pages(pool, _scalar(layer), pages, scales, dtype, at_hand)
 
 
 def store_pages(

@@ -6,9 +6,13 @@ from oomb_jax.pallas_kernels.rounding import random_bits, stochastic_round
 from oomb_jax.shapes import accumulator, iota
 
 
-def fetch_pages(pool, layer, pages, scales, dtype):
+def fetch_pages(pool, layer, pages, scales, dtype, at_hand):
     """See `api.fetch_pages`. Entries without a page are NaN."""
     fetched = _at(pool, layer, pages).get(mode="fill", fill_value=jnp.nan)
+    if at_hand is not None:
+        here, entries = at_hand
+        near = (entries >= 0) & (pages >= 0)
+        fetched = jnp.where(near[:, None, None, None], here[jnp.maximum(entries, 0)], fetched)
     if scales is None:
         return fetched.astype(dtype)
     factor = _at(scales, layer, pages).get(mode="fill", fill_value=1)

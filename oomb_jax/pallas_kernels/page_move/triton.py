@@ -1,10 +1,10 @@
 """Movers in Triton, for NVIDIA GPUs from Ampere on.
 
 A few programs stay for the whole call and share its work, one block of one head of one page at a time. They read and
-write the pool where it lies, over PCIe if that is host memory, so what counts is that enough is on its way: each asks for
-some blocks ahead of the one that it works at (`num_stages` of the loops, which Triton turns into asynchronous copies to
-shared memory). So a block may be read before an earlier one is written, which are different ones, as pages are
-distinct. Copies do not look at what they move and go in words of 4 bytes.
+write the pool where it lies, over PCIe if that is host memory, so what counts is that enough is on its way: each asks
+for some blocks ahead of the one that it works at (`num_stages` of the loops, which Triton turns into asynchronous
+copies to shared memory). So a block may be read before an earlier one is written; they are different ones, as pages
+are distinct. Copies do not look at what they move and go in words of 4 bytes.
 """
 # pyright: reportAttributeAccessIssue=false
 # Where Triton is not installed, pyright takes this very file for it.
@@ -26,7 +26,7 @@ IDS = tl.constexpr(1024)
 """Page ids that a program looks at at once, to find the last one."""
 
 
-def fetch_pages(pool, layer, pages, scales, dtype, *, programs, compute_capability=None):
+def fetch_pages(pool, layer, pages, scales, dtype, at_hand, *, programs, compute_capability=None):
     """See `api.fetch_pages`; inputs for which `config.unsupported_triton` gives a reason do not compile.
 
     compute_capability: of the GPU to compile for, 80 for 8.0; None: of the GPU that is there.
@@ -36,9 +36,15 @@ def fetch_pages(pool, layer, pages, scales, dtype, *, programs, compute_capabili
     size = pool.shape[3] * pool.shape[4]
     if dtype == pool.dtype and scales is None:
         words = size * pool.dtype.itemsize // 4
-        sizes: dict[str, Any] = {"WORDS": words, "BLOCK": block(words, 4)}
+        sizes: dict[str, Any] = {"WORDS": words, "BLOCK": block(words, 4), "AT_HAND": at_hand is not None}
+        here, entries = (pages, pages) if at_hand is None else (_as_bytes(at_hand[0]), at_hand[1])
         (result,), _ = triton_call(
-            _fetch, _as_bytes(pool), layer.reshape(1), pages, out_type=(staged,), name="fetch_pages", **sizes, **options
+            _fetch,
+            *(_as_bytes(pool), layer.reshape(1), pages, here, entries),
+            out_type=(staged,),
+            name="fetch_pages",
+            **sizes,
+            **options,
         )
         return lax.bitcast_convert_type(result, dtype)
     sizes = {"SIZE": size, "BLOCK": block(size, 2), "FLOAT8": scales is not None}
@@ -116,10 +122,12 @@ def _parts(pages, U: tl.constexpr, M: tl.constexpr):
 @triton.jit
 @no_type_check
 def _fetch(
-    pool, layer, pages, staged,
+    pool, layer, pages, here, entries, staged,
     U: tl.constexpr, P: tl.constexpr, M: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    AT_HAND: tl.constexpr,
 ):  # fmt: skip
-    source = pool.to(tl.pointer_type(tl.int32), bitcast=True)
+    far = pool.to(tl.pointer_type(tl.int32), bitcast=True)
+    near = here.to(tl.pointer_type(tl.int32), bitcast=True)
     target = staged.to(tl.pointer_type(tl.int32), bitcast=True)
     first = tl.load(layer).to(tl.int64) * P
     blocks = tl.cdiv(WORDS, BLOCK)
@@ -128,7 +136,11 @@ def _fetch(
         page = tl.load(pages + part // M)
         inside = i % blocks * BLOCK + tl.arange(0, BLOCK)
         exists = (page >= 0) & (inside < WORDS)
-        x = tl.load(source + ((first + page) * M + part % M) * WORDS + inside, mask=exists)
+        source = far + ((first + page) * M + part % M) * WORDS
+        if AT_HAND:
+            entry = tl.load(entries + part // M)
+            source = tl.where(entry >= 0, near + (entry.to(tl.int64) * M + part % M) * WORDS, source)
+        x = tl.load(source + inside, mask=exists)
         tl.store(target + part * WORDS + inside, x, mask=exists)
 
 

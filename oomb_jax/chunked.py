@@ -290,17 +290,19 @@ def _layers_backward(
     # layer, or pair, for none, and joins sums across its ends.
     def to_attention(l, carry, s):
         dh, pools, grads, came = carry
-        dh, h = lax.optimization_barrier((dh, s.h))
+        # All that is read of what the layer kept is cut out of its stack here, beside products.
+        dh, h, *kept = lax.optimization_barrier((dh, s.h, s.q, s.k, s.v, s.o, s.lse))
         layer = layer_at(layers, l)
-        more, dh, do = s.output_vjp.replace(args_res=[layer, h, s.o])(dh)
-        grads = _add_at(grads, l, more, reads(lambda layer, h, o: layer.attention_output(h, o), layer, h, s.o))
-        return *lax.optimization_barrier((dh, do)), pools, grads, came
+        more, dh, do = s.output_vjp.replace(args_res=[layer, h, kept[3]])(dh)
+        grads = _add_at(grads, l, more, reads(lambda layer, h, o: layer.attention_output(h, o), layer, h, kept[3]))
+        return *lax.optimization_barrier((dh, do, tuple(kept))), pools, grads, came
 
     def from_attention(group, l, halfway, s, turn):
-        dh, do, pools, grads, came = halfway
+        dh, do, kept, pools, grads, came = halfway
         do, turn = lax.optimization_barrier((do, turn))
         here, ahead = here_and_ahead(pools, group, chunk, l, came, turn)
-        dq, own, pools = attention_vjp(pools, group, l, chunk, here, (s.q, s.k, s.v, s.o, s.lse), do)
+        adding = None if turn is None else turn.adding
+        dq, own, pools = attention_vjp(pools, group, l, chunk, here, adding, kept, do)
         dk, dv = (gradient.astype(s.k.dtype) for gradient in own)
         dq, dk, dv, dh, h = lax.optimization_barrier((dq, dk, dv, dh, s.h))
         layer = layer_at(layers, l)
@@ -309,7 +311,7 @@ def _layers_backward(
         return lax.optimization_barrier(dh + more_dh), pools, grads, ahead
 
     for group, wanted, saved in reversed(kept):
-        first, turns = downwards(wanted)
+        first, turns, pools = downwards(pools, group, chunk, wanted)
         came = last if group is kept[-1].group else fetch(pools, group, first)
         carry, n = (dh, pools, grads, came), group.stop - group.start
         second = functools.partial(from_attention, group)

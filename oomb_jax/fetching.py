@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from oomb_jax.chunk import Chunk
-from oomb_jax.placement import Group, Pages, fetched, pages
+from oomb_jax.placement import Adding, Group, Pages, adding, fetched, pages
 from oomb_jax.pools import Pools
 from oomb_jax.selection import Staging, stage
 from oomb_jax.shapes import Pool, iota
@@ -53,6 +53,8 @@ class Turn(NamedTuple):
 
     here: Wanted
     ahead: Wanted
+    adding: Adding | None = None
+    """On the way down."""
 
 
 class Fetched(NamedTuple):
@@ -72,11 +74,15 @@ def upwards(wanted: Wanted | None, *, again: bool) -> tuple[Wanted | None, Turn 
     return wanted.at(0), Turn(wanted, wanted.at(slice(1, None)).and_then(last if again else last.no_pages()))
 
 
-def downwards(wanted: Wanted | None) -> tuple[Wanted | None, Turn | None]:
-    """What is fetched before the last layer, and the turns."""
+def downwards(
+    pools: Pools, group: Group, chunk: Chunk, wanted: Wanted | None
+) -> tuple[Wanted | None, Turn | None, Pools]:
+    """What is fetched before the last layer, the turns, and the pools, in which gradients have their slots."""
     if wanted is None:
-        return None, None
-    return wanted.at(-1), Turn(wanted, wanted.at(slice(0, 1)).no_pages().and_then(wanted.at(slice(0, -1))))
+        return None, None, pools
+    adds, pools = adding(pools, group, chunk, wanted.slots)
+    ahead = wanted.at(slice(0, 1)).no_pages().and_then(wanted.at(slice(0, -1)))
+    return wanted.at(-1), Turn(wanted, ahead, adds), pools
 
 
 def fetch(pools: Pools, group: Group, wanted: Wanted | None) -> Fetched | None:

@@ -6,6 +6,7 @@ fewer pages hold one than there are. Each takes a slot when its first gradient c
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
@@ -39,36 +40,55 @@ def all_free(layers: int, pages: int, room: int) -> GradientSlots:
     return GradientSlots(of_page, FreeSlots(stack, jnp.full((layers,), room, jnp.int32)))
 
 
-def give_back(slots: GradientSlots, layer: Int[Array, ""], first: Int[Array, ""], rows: int) -> GradientSlots:
-    """The slots of a chunk's own pages, `rows` from the page `first`, are free again."""
+class Turnover(NamedTuple):
+    """The slots that a chunk needs in some layers."""
+
+    own: Int[Array, "layers R"]
+    """Of its own pages; -1 for those to which nobody added. They are free for others now."""
+    taken: Int[Array, "layers U"]
+    """Of the pages that it adds to; -1 for no page and where none was free."""
+    fresh: Bool[Array, "layers U"]
+    """Which of these had no gradient yet."""
+
+
+def turn_over(
+    slots: GradientSlots, first: Int[Array, ""], rows: int, pages: Int[Array, "layers U"]
+) -> tuple[Turnover, GradientSlots]:
+    """A chunk's own pages, `rows` from the page `first`, give their slots back; then the `pages` that it adds to,
+    distinct in each layer and -1 for none, take theirs."""
+
+    def layer(slots, pages):
+        own = lax.dynamic_slice_in_dim(slots.of_page, first, rows)
+        taken, fresh, slots = _take(_give_back(slots, own), pages)
+        return Turnover(own, taken, fresh), slots
+
+    return jax.vmap(layer)(slots, pages)
+
+
+def _give_back(slots, own):
+    """Of one layer, as what follows."""
     if slots.free is None:
         return slots
     stack, height = slots.free
-    own = lax.dynamic_slice_in_dim(slots.of_page[layer], first, rows)
     held = own >= 0
-    at = jnp.where(held, height[layer] + jnp.cumsum(held) - 1, stack.shape[1])
-    height = height.at[layer].add(held.sum(dtype=jnp.int32))
-    return slots._replace(free=FreeSlots(stack.at[layer, at].set(own, mode="drop"), height))
+    at = jnp.where(held, height + jnp.cumsum(held) - 1, len(stack))
+    free = FreeSlots(stack.at[at].set(own, mode="drop"), height + held.sum(dtype=jnp.int32))
+    return slots._replace(free=free)
 
 
-def take(
-    slots: GradientSlots, layer: Int[Array, ""], pages: Int[Array, " U"]
-) -> tuple[Int[Array, " U"], Bool[Array, " U"], GradientSlots]:
-    """The slots of distinct pages, -1 for no page and where none is free; which pages had no gradient yet; and the
-    slots with these taken."""
+def _take(slots, pages):
     none = pages < 0
-    now = before = slots.of_page[layer, jnp.maximum(pages, 0)]
+    now = before = slots.of_page[jnp.maximum(pages, 0)]
     fresh = before < 0
     if slots.free is None:
         now = pages
     else:
         stack, height = slots.free
-        left = height[layer] - jnp.cumsum(fresh & ~none)
-        now = jnp.where(fresh, jnp.where(left >= 0, stack[layer, jnp.maximum(left, 0)], -1), before)
-        slots = slots._replace(free=FreeSlots(stack, height.at[layer].set(jnp.maximum(left[-1], 0))))
+        left = height - jnp.cumsum(fresh & ~none)
+        now = jnp.where(fresh, jnp.where(left >= 0, stack[jnp.maximum(left, 0)], -1), before)
+        slots = slots._replace(free=FreeSlots(stack, jnp.maximum(left[-1], 0).astype(jnp.int32)))
     now = jnp.where(none, -1, now)
-    nowhere = slots.of_page.shape[1]
-    of_page = slots.of_page.at[layer, jnp.where(none, nowhere, pages)].set(now, mode="drop")
+    of_page = slots.of_page.at[jnp.where(none, len(slots.of_page), pages)].set(now, mode="drop")
     return now, fresh, slots._replace(of_page=of_page)
 
 

@@ -20,12 +20,12 @@ from jaxtyping import Array, Float, Int
 
 from oomb_jax.chunk import Chunk
 from oomb_jax.config import Config
-from oomb_jax.gradient_slots import give_back, most_at_once, take
+from oomb_jax.gradient_slots import Turnover, most_at_once, turn_over
 from oomb_jax.pallas_kernels.device import no_hopper
 from oomb_jax.pallas_kernels.matmul import products
 from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, on_copy_stream, quantise, store_pages
 from oomb_jax.pallas_kernels.page_move.config import LINK_ADDERS, LINK_FETCHERS, PROGRAMS
-from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
+from oomb_jax.pallas_kernels.paged_attention import Inverted, by_page, paged_attention, paged_attention_vjp
 from oomb_jax.pools import LayerPools, Pools
 from oomb_jax.selection import Staging, attention_mass, stage
 from oomb_jax.sequence import Sequence, top_k
@@ -62,6 +62,15 @@ class KeyGradients(NamedTuple):
 
     dk: Float[Array, "C M H"]
     dv: Float[Array, "C M H"]
+
+
+class Adding(NamedTuple):
+    """What the backward pass needs to know of the pages that a layer fetches; or, stacked, that many layers fetch."""
+
+    slots: Turnover
+    """Where the gradients lie."""
+    queries: Inverted
+    """Which rows of queries chose each page."""
 
 
 class Movers(NamedTuple):
@@ -170,28 +179,56 @@ def attention(chunk: Chunk, pages: Pages, q: Queries, k: Keys, v: Values) -> tup
     return paged_attention(*arguments, implementation=implementation, **pages.segments(chunk))
 
 
+def adding(pools: Pools, group: Group, chunk: Chunk, slots: Staging) -> tuple[Adding, Pools]:
+    """For all layers of a group whose pages are fetched, before the first of them goes back: small kernels, which would
+    hold up each layer as long as they hold up all together.
+
+    Args:
+      pools: what the chunk after this one left.
+      group: the layers.
+      chunk: which one.
+      slots: what the layers fetch, stacked.
+
+    Returns:
+      What they need to know, stacked; and the pools, in which the slots are those after this chunk.
+    """
+    held = group.held(pools)
+    assert held.slots is not None
+    turnover, after = turn_over(held.slots, chunk.first_page, chunk.rows, slots.pages)
+    queries = jax.vmap(lambda table: by_page(table, slots.pages.shape[1]))(slots.table)
+    return Adding(turnover, queries), group.update(pools, slots=after)
+
+
 def attention_vjp(
-    pools: Pools, group: Group, l: Int[Array, ""], chunk: Chunk, pages: Pages, saved: tuple, do: Queries
+    pools: Pools,
+    group: Group,
+    l: Int[Array, ""],
+    chunk: Chunk,
+    pages: Pages,
+    adding: Adding | None,
+    saved: tuple,
+    do: Queries,
 ) -> tuple[Queries, KeyGradients, Pools]:
     """Gradients of a chunk's queries and of its own keys and values, to which later chunks have added theirs, and the
-    pools with those of earlier pages added. saved: q, k, v, o and lse."""
+    pools with those of earlier pages added. adding: of the layer, where its pages were fetched. saved: q, k, v, o and
+    lse."""
     held, layer = group.held(pools), l - group.start
     key = None if chunk.rounding is None else jax.random.fold_in(chunk.rounding, l)
     own_slots, later = None, None
-    if held.slots is not None:
+    if adding is not None:
         # Asked for beside the kernel, when nothing else is on its way.
-        own_slots = lax.dynamic_slice_in_dim(held.slots.of_page[layer], chunk.first_page, chunk.rows)
-        own_slots, do = lax.optimization_barrier((own_slots, do))
+        own_slots, do = lax.optimization_barrier((adding.slots.own, do))
         later = [fetch_gradients(pool, layer, own_slots, programs=group.movers.add) for pool in (held.dk, held.dv)]
     q, k, v, o, lse = saved
     dk_pool, dv_pool = (None, None) if group.staged else (held.dk, held.dv)
     dq, dk, dv, *gradients = paged_attention_vjp(
         *(q, k, v, pages.k, pages.v, dk_pool, dv_pool, pages.layer, pages.table, o, lse, do),
+        by_page=None if adding is None else adding.queries,
         rounding_key=None if group.staged else key,
         implementation=chunk.config.implementation,
         **pages.segments(chunk),
     )
-    if later is None:
+    if adding is None:
         pools = group.update(pools, dk=gradients[0], dv=gradients[1])
         # Read from the updated pools: a read of the old ones after the update would make XLA keep a copy of them.
         where = layer, chunk.first_page, *[jnp.int32(0)] * 3
@@ -201,7 +238,13 @@ def attention_vjp(
         # Read before the update, which may write to the slots that it read: the barrier keeps XLA from copying the
         # pool for that.
         later, gradients = lax.optimization_barrier((later, gradients))
-        pools = group.update(pools, **_added(group, held, layer, chunk, pages.ids, gradients, key))
+        add_to = functools.partial(add, programs=group.movers.add, rounding_key=key)
+        taken, fresh = adding.slots.taken, adding.slots.fresh
+        dk_pool, dv_pool = (
+            add_to(pool, layer, taken, more[0], fresh, pages.ids, word=word)
+            for word, (pool, more) in enumerate(((held.dk, gradients[0]), (held.dv, gradients[1])))
+        )
+        pools = group.update(pools, dk=dk_pool, dv=dv_pool)
     total = (own + _by_token(pages, own_slots).astype(own.dtype) for own, pages in zip((dk, dv), later, strict=True))
     return dq, KeyGradients(*total), pools
 
@@ -212,20 +255,6 @@ def _by_token(pages: Float[Array, "R M S H"], slots: Int[Array, " R"] | None) ->
         pages = jnp.where((slots >= 0)[:, None, None, None], pages, 0)
     R, M, S, H = pages.shape
     return pages.swapaxes(1, 2).reshape(R * S, M, H)
-
-
-def _added(group: Group, held: LayerPools, layer, chunk: Chunk, ids, gradients, key) -> dict[str, Any]:
-    """What changes in the pools of staged layers when gradients of fetched pages are added, and those of the chunk's
-    own pages are done with."""
-    assert held.slots is not None
-    assert ids is not None
-    slots = give_back(held.slots, layer, chunk.first_page, chunk.rows)
-    taken, fresh, slots = take(slots, layer, ids)
-    dk, dv = (
-        add(pool, layer, taken, more[0], fresh, ids, rounding_key=key, word=word, programs=group.movers.add)
-        for word, (pool, more) in enumerate(((held.dk, gradients[0]), (held.dv, gradients[1])))
-    )
-    return {"dk": dk, "dv": dv, "slots": slots}
 
 
 def missing_slots(pools: Pools, sequence: Sequence, config: Config) -> Int[Array, ""] | None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import oomb_jax
-from oomb_jax.gradient_slots import all_free, give_back, most_at_once, take
+from oomb_jax.gradient_slots import all_free, most_at_once, turn_over
 from oomb_jax.pools import check_pools
 from tests.gradients import poison, random_batch, random_model
 
@@ -50,13 +50,15 @@ def test_no_two_pages_have_one_slot(seed):
     table = np.full((n, 1, rows, n * rows), -1)
     table[:, :, :1] = wanted
     room = most(table)[0]
-    slots, layer, had = all_free(2, n * rows, room), jnp.int32(1), {}
+    slots, had = all_free(2, n * rows, room), {}
     for c in reversed(range(n)):
-        slots = give_back(slots, layer, jnp.int32(c * rows), rows)
-        had = {page: slot for page, slot in had.items() if page < c * rows}
+        own = [had.pop(page, -1) for page in range(c * rows, (c + 1) * rows)]
         pages = rng.permutation(np.concatenate([chosen[c], [-1, -1]]))
-        taken, fresh, slots = take(slots, layer, jnp.asarray(pages, jnp.int32))
-        for page, slot, new in zip(pages.tolist(), taken.tolist(), fresh.tolist(), strict=True):
+        wanted = np.stack([np.full(len(pages), -1), pages])  # the other layer adds to nothing
+        turnover, slots = turn_over(slots, jnp.int32(c * rows), rows, jnp.asarray(wanted, jnp.int32))
+        assert turnover.own[1].tolist() == own
+        assert (turnover.taken[0] == -1).all()
+        for page, slot, new in zip(pages.tolist(), *(x[1].tolist() for x in turnover[1:]), strict=True):
             if page < 0:
                 assert slot == -1
                 continue

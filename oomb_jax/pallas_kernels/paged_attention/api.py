@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from oomb_jax.pallas_kernels.device import choose, no_hopper
 from oomb_jax.pallas_kernels.paged_attention import reference
 from oomb_jax.pallas_kernels.paged_attention.config import unsupported, unsupported_gradients
+from oomb_jax.pallas_kernels.paged_attention.page_lists import Inverted
 from oomb_jax.pallas_kernels.paged_attention.triton_config import unsupported_triton
 from oomb_jax.shapes import accumulator, iota
 
@@ -123,6 +124,7 @@ def paged_attention_vjp(
     pool_segments: PoolSegments | None = None,
     page_lengths: PageLengths | None = None,
     window: Window | None = None,
+    by_page: Inverted | None = None,
     rounding_key: PRNGKeyArray | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Chunk, ChunkKV, ChunkKV, Pool, Pool]:
@@ -137,6 +139,7 @@ def paged_attention_vjp(
         elsewhere, and there is no rounding.
       out, lse: results of `paged_attention` for the same arguments.
       d_out: gradient of out.
+      by_page: `by_page(table, P)`, where it was made before; None: made here.
       rounding_key: rounds stochastically where the gradient pools are bfloat16, with a mean of the sum; each
         implementation draws bits of its own. None: to nearest.
 
@@ -161,11 +164,11 @@ def paged_attention_vjp(
     if chosen == "mosaic":
         from oomb_jax.pallas_kernels.paged_attention import mosaic_vjp
 
-        return mosaic_vjp.backward(*arguments, **segments, rounding_key=rounding_key)
+        return mosaic_vjp.backward(*arguments, **segments, by_page=by_page, rounding_key=rounding_key)
     if chosen == "triton":
         from oomb_jax.pallas_kernels.paged_attention import triton_vjp
 
-        return triton_vjp.backward(*arguments, **segments)
+        return triton_vjp.backward(*arguments, **segments, by_page=by_page)
     return reference.backward(*arguments, **segments, window=window, rounding_key=rounding_key)
 
 

@@ -29,7 +29,7 @@ from oomb_jax.pallas_kernels.mosaic_tools import (
 )
 from oomb_jax.pallas_kernels.paged_attention.config import tiles
 from oomb_jax.pallas_kernels.paged_attention.mosaic import flat
-from oomb_jax.pallas_kernels.paged_attention.page_lists import invert
+from oomb_jax.pallas_kernels.paged_attention.page_lists import Inverted
 from oomb_jax.pallas_kernels.rounding import random_bits, stochastic_round
 from oomb_jax.shapes import iota
 
@@ -44,10 +44,11 @@ def key_gradients(
     k_pool,
     v_pool,
     layer,
-    lists,
+    inverted: Inverted,
     dk_pool,
     dv_pool,
     *,
+    R: int,
     q_segments,
     pool_segments,
     words,
@@ -56,17 +57,16 @@ def key_gradients(
     """dk_new and dv_new; adds to dk_pool and dv_pool, references to flat pools. Where these are None, they are results
     too: float32, flat, with nothing but this chunk's share.
 
-    lists: the table, [R, m, K]. words: a random uint32 for each of the pools, where bfloat16 is rounded to
-    stochastically.
+    inverted: the table seen from the pages. R: its rows. words: a random uint32 for each of the pools, where bfloat16
+    is rounded to stochastically.
     """
     _, P, M, S, H = k_pool.shape
     C, N, _ = q.shape
-    G, (R, m, _) = N // M, lists.shape
+    G, (m, U) = N // M, inverted.pages.shape
     Q = C // R
     warpgroups, stages = S // ROWS, tiles(queries=Q, H=H, S=S).dkv_stages
     per_row = Q // ROWS * G
-    inverted = invert(lists, P)
-    own, U = C // S, inverted.pages.shape[1]
+    own = C // S
     own_steps = lambda page: (C // ROWS - page * (S // ROWS)) * G
     segmented, fresh = q_segments is not None, dk_pool is None
 

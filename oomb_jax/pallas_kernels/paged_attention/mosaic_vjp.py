@@ -19,7 +19,7 @@ from oomb_jax.pallas_kernels.mosaic_tools import LOG2E
 from oomb_jax.pallas_kernels.paged_attention.mosaic import fill_page, flat, key_arguments
 from oomb_jax.pallas_kernels.paged_attention.mosaic_dkv import key_gradients
 from oomb_jax.pallas_kernels.paged_attention.mosaic_dq import query_gradient
-from oomb_jax.pallas_kernels.paged_attention.page_lists import by_head
+from oomb_jax.pallas_kernels.paged_attention.page_lists import by_page as inverted
 
 
 def backward(
@@ -38,6 +38,7 @@ def backward(
     *,
     q_segments,
     pool_segments,
+    by_page=None,
     rounding_key=None,
     interpret=None,
 ):
@@ -51,8 +52,9 @@ def backward(
     keys = key_arguments(k_new, v_new, k_pool, v_pool, layer, table, q_segments, pool_segments)
     dq = query_gradient(k_pool.shape, q, d_out, lse2, delta, *keys, rows=table.shape[0], interpret=interpret)
     tensors = q, d_out, lse2, delta, k_new, v_new
-    rest = k_pool, v_pool, layer, by_head(table)
-    options = {"q_segments": q_segments, "pool_segments": pool_segments, "interpret": interpret}
+    by_page = inverted(table, k_pool.shape[1]) if by_page is None else by_page
+    rest = k_pool, v_pool, layer, by_page
+    options = {"q_segments": q_segments, "pool_segments": pool_segments, "R": table.shape[0], "interpret": interpret}
     if dk_pool is None:
         dk_new, dv_new, dk_pool, dv_pool = key_gradients(*tensors, *rest, None, None, words=None, **options)
     else:

@@ -72,3 +72,8 @@ def invert(lists: Int[Array, "R m K"], P: int) -> Inverted:
 
     pages, first, number, rows = jax.vmap(one, in_axes=1)(lists)
     return Inverted(pages, first + R * K * iota(m)[:, None], number, rows.reshape(-1))
+
+
+def by_page(table: Int[Array, "R *M K"], P: int) -> Inverted:
+    """The rows of a table by the pages that they name, of P pages."""
+    return invert(by_head(table), P)

@@ -308,7 +308,13 @@ def _layers_backward(
         layer = layer_at(layers, l)
         more, more_dh = s.inputs_vjp.replace(args_res=[layer, h])((dq, dk, dv))
         grads = _add_at(grads, l, more, reads(lambda layer, h: layer.attention_inputs(h, chunk.positions), layer, h))
-        return lax.optimization_barrier(dh + more_dh), pools, grads, ahead
+        dh = lax.optimization_barrier(dh + more_dh)
+        if ahead is not None:
+            # XLA begins a fetch five kernels before its end is asked for, here before those of attention; it would wait
+            # for them if the end were that of the layer, and the link with it.
+            k, dh = lax.optimization_barrier((ahead.k, dh))
+            ahead = ahead._replace(k=k)
+        return dh, pools, grads, ahead
 
     for group, wanted, saved in reversed(kept):
         first, turns, pools = downwards(pools, group, chunk, wanted)

@@ -39,6 +39,7 @@ from rich.table import Table
 from selections import forced, page_traffic
 
 from oomb_jax.config import Remat
+from oomb_jax.forward import together
 from oomb_jax.selection import attention_share
 from oomb_jax.train.metrics import model_flops, peak_flops
 
@@ -181,7 +182,9 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
         keys = config.page * sizes.num_key_value_heads * sizes.head_dim  # numbers in a page of keys, or of values
         widths = (jnp.dtype(config.kv_dtype or "bfloat16"), jnp.dtype(config.kv_grad_dtype or "float32"))
         kv, gradient = (2 * keys * width.itemsize for width in widths)
-        record |= page_traffic(pools.selection, kv_page=kv, gradient_page=gradient)
+        # What is widened from float8 comes anew for each chunk.
+        chunks = together(pools, config) if config.kv_dtype is None else 1
+        record |= page_traffic(pools.selection, kv_page=kv, gradient_page=gradient, together=chunks)
     if settings.profile:
         from step_profile import breakdown
 

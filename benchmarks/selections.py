@@ -59,13 +59,16 @@ def _pages(
     return jnp.broadcast_to(jnp.where(ids == pages, -1, ids), table.shape)
 
 
-def page_traffic(tables: Int[Array, "n L R *M K"], *, kv_page: int, gradient_page: int) -> dict[str, Any]:
+def page_traffic(
+    tables: Int[Array, "n L R *M K"], *, kv_page: int, gradient_page: int, together: int = 1
+) -> dict[str, Any]:
     """Distinct pages of a step by chunk and layer, and the bytes that must move if each is moved once a pass.
 
     Args:
       tables: what every chunk and layer chose.
       kv_page: bytes of one page's keys and values in one layer.
       gradient_page: bytes of their gradients.
+      together: how many chunks the fill pass takes at once; a page that several of them chose moves once.
 
     Returns:
       distinct_pages, the mean over chunks and layers, and gigabytes: of keys and values read in the fill pass (whose
@@ -73,9 +76,16 @@ def page_traffic(tables: Int[Array, "n L R *M K"], *, kv_page: int, gradient_pag
       gradient_pages, the share of all pages that get a gradient from a later chunk, and that hold one at once.
     """
     n, L = tables.shape[:2]
-    counts = lax.map(selection.distinct_pages, tables.reshape(-1, *tables.shape[2:])).reshape(n, L)
-    counts = jax.device_get(counts).astype(float)
-    every, filled = counts.sum(), counts[:, :-1].sum()
+
+    def count(tables):
+        counts = lax.map(selection.distinct_pages, tables.reshape(-1, *tables.shape[2:]))
+        return jax.device_get(counts).astype(float).reshape(-1, L)
+
+    counts = count(tables)
+    taken = n // together * together
+    groups = tables[:taken].reshape(-1, together, *tables.shape[1:]).swapaxes(1, 2)
+    groups = groups.reshape(-1, L, together * tables.shape[2], *tables.shape[3:])
+    every, filled = counts.sum(), count(groups)[:, :-1].sum() + counts[taken:, :-1].sum()
     kinds = {
         "fill": filled * kv_page,
         "recompute": every * kv_page,

@@ -63,6 +63,9 @@ def test_traffic_counts_each_page_once_a_pass():
     assert told["distinct_pages"] == round(8 / 6, 1)
     assert told["gigabytes"] == {"fill": 6, "recompute": 8, "backward": 8, "gradients": 32}
     assert told["gradient_pages"] == {"chosen": round(7 / 24, 4), "at_once": round(7 / 24, 4)}
+    pairs = np.concatenate([tables, tables[2:]])[1:]  # chunks 1 and 2, then 2 alone
+    told = page_traffic(jnp.asarray(pairs), kv_page=10**9, gradient_page=10**9, together=2)
+    assert told["gigabytes"]["fill"] == len({0, 1, 2, 3, 5}) + len({0, 3, 5})
 
 
 def test_gradient_pages_live_until_their_own_chunk():

@@ -45,6 +45,9 @@ class Device:
     """FLOP, page scores."""
     choice: float
     """Pages of every row of queries that are looked through for the best."""
+    beside_movers: float
+    """Of the time that pages are under way, what the computation beside them loses: movers hold multiprocessors, and
+    may take longer than what hides them."""
     measured: bool = False
     """Whether the rates were measured; else they are those of the H200, scaled by data sheets."""
 
@@ -56,7 +59,9 @@ class Device:
 
 # Measured on one H200 (benchmarks/results/step.json, kernels.json, benchmarks/notes.md): products of qwen2.5-7b 690 to
 # 720 TFLOP/s; attention of 4,096 queries over 32,768 keys; scores 0.34 ms and 0.65 ms for a chunk and layer at 16,384
-# and 32,768 pages, the choice 0.13 and 0.2; PCIe Gen5 x16 44 GiB/s with copies both ways.
+# and 32,768 pages, the choice 0.13 and 0.2; PCIe Gen5 x16 44 GiB/s with copies both ways. With 25 and 31
+# seconds of pages beside it a step of 38 took 6 and 10 longer, with the product kernel that leaves movers room; cuBLAS,
+# which multiplies on other GPUs, lost half of such time.
 _H200 = Device(
     name="h200",
     memory=139.8 * GIB,
@@ -68,11 +73,14 @@ _H200 = Device(
     link=44.0 * GIB,
     scores=205e12,
     choice=4.5e9,
+    beside_movers=0.3,
     measured=True,
 )
 
 
-def _scaled(name: str, *, memory: float, compute: float, bandwidth: float, link: float) -> Device:
+def _scaled(
+    name: str, *, memory: float, compute: float, bandwidth: float, link: float, beside_movers: float = 0.5
+) -> Device:
     """The H200's rates by a data sheet: dense bfloat16 TFLOP/s, TB/s, and GiB/s of the link in each direction."""
     factor = compute / 989
     return Device(
@@ -86,6 +94,7 @@ def _scaled(name: str, *, memory: float, compute: float, bandwidth: float, link:
         link=link * GIB,
         scores=_H200.scores * factor,
         choice=_H200.choice * bandwidth / 4.8,
+        beside_movers=beside_movers,
     )
 
 
@@ -95,7 +104,7 @@ DEVICES = {
     device.name: device
     for device in (
         _H200,
-        _scaled("h100", memory=79.1, compute=989.0, bandwidth=3.35, link=44.0),
+        _scaled("h100", memory=79.1, compute=989.0, bandwidth=3.35, link=44.0, beside_movers=0.3),
         _scaled("a100-80g", memory=79.1, compute=312.0, bandwidth=2.04, link=22.0),
         _scaled("rtx-4090", memory=23.5, compute=165.0, bandwidth=1.01, link=22.0),
     )
@@ -168,7 +177,7 @@ def this(platform: str = "auto", host_memory: int | float | None = None) -> Mach
     )
 
 
-def for_pools(available: float) -> int:
+def for_pools(available: int | float) -> int:
     """Of so many bytes of host memory, those that a run may take."""
     return max(0, int((available - SYSTEM) / (1 + BESIDE_PINNED)))
 

@@ -14,11 +14,6 @@ from oomb_jax.shapes import accumulator
 # chunk of qwen2.5-7b.
 FORWARD_PASSES, BACKWARD_PASSES = 7, 24
 
-BESIDE_MOVERS = 0.5
-"""Of the time that pages are under way, what products beside them lose to the movers, which hold multiprocessors. In
-a traced step at 65,536 tokens products of 0.69 ms took 1.29 and 0.99 beside 1.64 ms of fetches. That was cuBLAS; the
-kernel that leaves movers room loses less in a loop of products, and no step with it was timed yet."""
-
 NARROW_HEADS = 0.72
 """Of the rates of attention, which are those of heads of 128, what narrower ones reach: a step of qwen2.5-0.5b with
 heads of 64 at 131,072 tokens took 9.75 s (benchmarks/results/qwen2.5-0.5b-128k-h200)."""
@@ -86,7 +81,7 @@ def estimate(job: Job, device: Device, distinct: float | None = None) -> Seconds
     added = 0.0
     for phase, ways in moved.items():
         under_way, hides = max(ways.values()) / device.link, compute[phase] * (job.host_layers / L)
-        added += max(0.0, under_way - hides) + BESIDE_MOVERS * min(under_way, hides)
+        added += max(0.0, under_way - hides) + device.beside_movers * min(under_way, hides)
     phases = {name: job.batch * value for name, value in (compute | {"pages": added}).items()}
     total = {way: job.batch * sum(part[way] for part in moved.values()) for way in ("to_device", "to_host")}
     flops = job.batch * (8 * L * matrices * C * n + 6 * s.head.size * C * n + L * 9 * product)
@@ -121,16 +116,24 @@ def _moved(job: Job, attention: TopK | None, distinct: float | None) -> tuple[fl
     page = elements * itemsize(config.kv_dtype, job.shapes.k.dtype)
     gradient = elements * itemsize(config.kv_grad_dtype, accumulator(job.shapes.k.dtype))
     rows = job.chunk // config.page
-    fetched = 0.0
-    for c in range(job.chunks):
+
+    def chosen(c: int, chunks: int = 1) -> float:
+        """Distinct pages of chunk c, or of so many chunks from c on."""
         earlier = float(c * rows)
-        if attention is not None and earlier:
-            chosen = min(earlier, attention.pages)
-            at_random = earlier * (1 - (1 - chosen / earlier) ** rows)
-            earlier = at_random if distinct is None else min(distinct, earlier)
-        fetched += earlier
+        if attention is None or not earlier:
+            return earlier
+        if distinct is not None:
+            return chunks * min(distinct, earlier)
+        return earlier * (1 - (1 - min(earlier, attention.pages) / earlier) ** (chunks * rows))
+
+    fetched = sum(map(chosen, range(job.chunks)))
+    # Of two chunks that the fill pass takes in turns, the second copies what the first has fetched, unless that was
+    # widened.
+    filled = fetched
+    if page == elements * itemsize(None, job.shapes.k.dtype):
+        filled = sum(chosen(c, min(2, job.chunks - c)) for c in range(0, job.chunks, 2))
     own = job.chunks * rows
-    phases["fill"] = {"to_device": away * fetched * page, "to_host": away * own * page}
+    phases["fill"] = {"to_device": away * filled * page, "to_host": away * own * page}
     phases["recompute"] = {"to_device": away * fetched * page, "to_host": 0.0}
     # Gradient pages are read, added to and written; the chunk's own are read.
     phases["backward"] = {

@@ -290,19 +290,19 @@ def _layers_backward(
     # layer, or pair, for none, and joins sums across its ends.
     def to_attention(l, carry, s):
         dh, pools, grads, came = carry
-        # All that is read of what the layer kept is cut out of its stack here, beside products.
-        dh, h, *kept = lax.optimization_barrier((dh, s.h, s.q, s.k, s.v, s.o, s.lse))
+        # What attention reads of what the layer kept is cut out of its stack here, beside products.
+        dh, h, q, k, v, o, lse = lax.optimization_barrier((dh, s.h, s.q, s.k, s.v, s.o, s.lse))
         layer = layer_at(layers, l)
-        more, dh, do = s.output_vjp.replace(args_res=[layer, h, kept[3]])(dh)
-        grads = _add_at(grads, l, more, reads(lambda layer, h, o: layer.attention_output(h, o), layer, h, kept[3]))
-        return *lax.optimization_barrier((dh, do, tuple(kept))), pools, grads, came
+        more, dh, do = s.output_vjp.replace(args_res=[layer, h, o])(dh)
+        grads = _add_at(grads, l, more, reads(lambda layer, h, o: layer.attention_output(h, o), layer, h, o))
+        return *lax.optimization_barrier((dh, do, (q, k, v, o, lse))), pools, grads, came
 
     def from_attention(group, l, halfway, s, turn):
-        dh, do, kept, pools, grads, came = halfway
+        dh, do, forward, pools, grads, came = halfway
         do, turn = lax.optimization_barrier((do, turn))
         here, ahead = here_and_ahead(pools, group, chunk, l, came, turn)
         adding = None if turn is None else turn.adding
-        dq, own, pools = attention_vjp(pools, group, l, chunk, here, adding, kept, do)
+        dq, own, pools = attention_vjp(pools, group, l, chunk, here, adding, forward, do)
         dk, dv = (gradient.astype(s.k.dtype) for gradient in own)
         dq, dk, dv, dh, h = lax.optimization_barrier((dq, dk, dv, dh, s.h))
         layer = layer_at(layers, l)

@@ -82,7 +82,7 @@ def go_down[Carry, Halfway](
     `second(l, halfway, kept, input)` the carry. `kept` is of `go_up`.
 
     With pairs a round begins and ends in the middle of a layer. What is under way must come to its end there; so what a
-    second half begins has that half and the first one of the layer below to hide it.
+    second half begins has that half and the first one of the layer below to hide it, unless it is waited for before.
     """
 
     def single(carry, x):

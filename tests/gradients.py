@@ -53,14 +53,16 @@ def poison(pools):
 
 
 def gradient_error(actual, expected) -> tuple[float, str]:
-    """The worst leaf's |actual - expected| over the larger of |expected| and 1e-3 of the whole gradient's norm."""
+    """The worst leaf's |actual - expected| over the larger of |expected| and 1e-3 of the whole gradient's norm;
+    infinite where a leaf is not finite."""
     worst, name = 0.0, ""
     norm = lambda x: float(np.linalg.norm(np.asarray(x, np.float64)))
     whole = np.sqrt(sum(norm(x) ** 2 for x in jax.tree.leaves(expected)))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         difference = norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
         error = difference / max(norm(b), 1e-3 * whole, np.finfo(np.float64).tiny)
-        if not error <= worst:  # also where it is NaN
+        error = error if np.isfinite(error) else np.inf
+        if error > worst:
             worst, name = error, jax.tree_util.keystr(path)
     return worst, name
 

@@ -10,7 +10,7 @@ import pytest
 import oomb_jax
 from oomb_jax.gradient_slots import all_free, most_at_once, turn_over
 from oomb_jax.pools import check_pools
-from tests.gradients import poison, random_batch, random_model
+from tests.gradients import gradient_error, poison, random_batch, random_model
 
 step = jax.jit(oomb_jax.value_and_grad, static_argnames="config", donate_argnames="pools")
 
@@ -91,6 +91,12 @@ def test_few_slots_give_the_same_gradients_and_too_few_nan(seed):
     longer = T + 3 * config.chunk
     pools = poison(oomb_jax.create_pools(model, longer, config))
     loss, grads, pools_after = step(model, pools, *arguments, config, batch.segments)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+    if config.kv_dtype is None:  # beside pools that are added to where they lie
+        plain = dataclasses.replace(config, hbm_layers=None)
+        pools = poison(oomb_jax.create_pools(model, longer, plain))
+        expected = step(model, pools, *arguments, plain, batch.segments)[1]
+        assert gradient_error(grads, expected)[0] < (0.02 if config.kv_grad_dtype == "bfloat16" else 1e-4)
     used = -(-T // config.chunk)
     # Of both sequences the pools hold the choice of the second.
     pools = poison(oomb_jax.create_pools(model, longer, config))

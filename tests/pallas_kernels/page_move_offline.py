@@ -34,7 +34,8 @@ def interpret():
 
 
 def compile_for(capability):
-    """Compiles every kernel for every dtype; prints of each its name, bytes spilled and widest access to memory."""
+    """Compiles every kernel for every dtype; prints of each its name, bytes spilled, bytes of shared memory, how many
+    asynchronous copies of 16 bytes a thread has in it, and its other accesses to memory."""
     L, P, M, S, H, U = 2, 4096, 4, 128, 128, 100
     array = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     pool, staged = (lambda dtype: array(L, P, M, S, H, dtype=dtype)), (lambda dtype: array(U, M, S, H, dtype=dtype))
@@ -61,8 +62,11 @@ def compile_for(capability):
         for function, arguments in calls:
             jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
     for ptx, spilled in assembled(capability):
-        accesses = sorted(set(re.findall(r"(?:ld|st)\.global\S*", ptx.read_text())))
-        print(f"kernel: {ptx.stem} {spilled} {' '.join(accesses)}")
+        text, about = ptx.read_text(), ptx.with_suffix(".compile_info").read_text()
+        shared = re.search(r"shared_mem_bytes: (\d+)", about)
+        copies = len(re.findall(r"cp\.async\.cg\.shared\.global .*, 0x10, ", text))
+        accesses = sorted(set(re.findall(r"(?:ld|st)\.global\S*", text)))
+        print(f"kernel: {ptx.stem} {spilled} {shared and shared[1]} {copies} {' '.join(accesses)}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from oomb_jax.pallas_kernels import rounding, triton_call
 from oomb_jax.pallas_kernels.page_move import add_pages, api, fetch_pages, on_copy_stream, quantise, store_pages
+from oomb_jax.pallas_kernels.page_move.config import AHEAD, WARPS
 from oomb_jax.pallas_kernels.paged_attention import mosaic_vjp, paged_attention, paged_attention_vjp
 from oomb_jax.pallas_kernels.paged_attention.cases import Case as AttentionCase
 from oomb_jax.pallas_kernels.paged_attention.cases import inputs
@@ -231,8 +232,13 @@ def test_kernels_compile_to_wide_accesses_without_spills(capability, tmp_path):
     lines = offline("compile", capability, JAX_TRITON_DUMP_DIR=str(tmp_path)).splitlines()
     kernels = [line.split()[1:] for line in lines if line.startswith("kernel")]
     assert len(kernels) == 14
-    for name, spilled, *accesses in kernels:
+    for name, spilled, shared, copies, *accesses in kernels:
         assert spilled == "0", name
+        # Every block is asked for ahead, and what is on its way has a place on every GPU.
+        each_block, rest = divmod(int(copies), AHEAD + 1)
+        assert each_block > 0, name
+        assert rest == 0, name
+        assert AHEAD * each_block * 16 * 32 * WARPS <= int(shared) <= 99 * 1024, name
         # Single words are ids, counts and scales.
         assert sorted(accesses) == ["ld.global.b32", "ld.global.v4.b32", "st.global.v4.b32"], name
 

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from oomb_jax.pallas_kernels import device
 from oomb_jax.pallas_kernels.paged_attention import (
     Window,
+    by_page,
     mosaic,
     mosaic_vjp,
     paged_attention,
@@ -168,6 +169,21 @@ class Suite:
         # Bits: NaN of pages that nobody names included.
         assert first == [np.asarray(result).tobytes() for result in self.run(x) if result is not None]
 
+    def check_lists_made_before(self, case):
+        """The same bits with the table's lists by page, made for several tables at once."""
+        x = inputs(case, seed=2)
+        out, lse = self.forward(*x.forward, **x.masks)
+        table = x.forward[6]
+        arguments = *x.forward[:5], x.dk_pool, x.dv_pool, *x.forward[5:], out, lse, x.d_out
+        tables = jnp.stack([jnp.full_like(table, -1), table])
+        lists = jax.vmap(lambda table: by_page(table, x.dk_pool.shape[1]))(tables)
+        assert not np.array_equal(lists.pages[0], lists.pages[1])
+        expected = self.backward(*arguments, **x.masks)
+        for given, same in (1, True), (0, False):
+            results = self.backward(*arguments, **x.masks, by_page=jax.tree.map(lambda a, given=given: a[given], lists))
+            pairs = zip(expected, results, strict=True)
+            assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs) == same
+
     def check_new_pools(self, case):
         """Without gradient pools the results are what is added to pools of zeros, where the table names a page."""
         x = inputs(case, seed=4)
@@ -261,6 +277,9 @@ class TestMosaicInterpreted(Suite):
 
     def test_new_gradient_pools(self):
         self.check_new_pools(INTERPRETED[1])
+
+    def test_lists_made_before(self):
+        self.check_lists_made_before(Case(C=128, M=2, G=1, H=64, S=64, earlier=3, rows=2, dtype="bfloat16"))
 
     def test_nothing_races(self):
         case = Case(C=256, M=1, G=5, H=64, S=64, earlier=5, rows=2, segments=True, dtype="bfloat16")

@@ -49,6 +49,8 @@ def interpret():
 
         forward_kernels.tiles = triton_vjp.tiles = lambda tiles=tiles, **_: KernelTiles(*tiles)
         Interpreted().check(case, at_most_plain(case))
+        if case.rows > 1:
+            Interpreted().check_lists_made_before(case)
 
 
 def compile_for(

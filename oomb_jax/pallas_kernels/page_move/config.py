@@ -16,7 +16,8 @@ AHEAD = 3
 
 LINK_FETCHERS, LINK_ADDERS = 4, 8
 """For pools in host memory beside products that spare so many multiprocessors: four fetch as fast as 16 when alone. A
-program that adds has half as much on its way, in narrower blocks; eight of them cost products no more than four."""
+program that adds has at most half as much of the pool on its way, as its values come too; eight of them cost products
+no more than four."""
 
 WARPS = 8
 

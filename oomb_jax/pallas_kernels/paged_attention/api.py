@@ -2,6 +2,7 @@
 
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -9,6 +10,7 @@ from oomb_jax.pallas_kernels.device import choose, no_hopper
 from oomb_jax.pallas_kernels.paged_attention import reference
 from oomb_jax.pallas_kernels.paged_attention.config import unsupported, unsupported_gradients
 from oomb_jax.pallas_kernels.paged_attention.page_lists import Inverted
+from oomb_jax.pallas_kernels.paged_attention.page_lists import by_page as by_page_of
 from oomb_jax.pallas_kernels.paged_attention.triton_config import unsupported_triton
 from oomb_jax.shapes import accumulator, iota
 
@@ -148,6 +150,8 @@ def paged_attention_vjp(
       (float64); the two gradient pools.
     """
     _check(q, k_new, k_pool, table, q_segments, pool_segments, window)
+    if by_page is not None and (expected := _places(table, k_pool)) != by_page.pages.shape:
+        raise ValueError(f"by_page of {by_page.pages.shape} for a table and a pool that make {expected}: from the same")
     if (dk_pool is None) != (dv_pool is None):
         raise ValueError("dk_pool and dv_pool go together: give both, or None for both")
     tensors = q, k_new, v_new, k_pool, v_pool
@@ -194,6 +198,10 @@ def _segments(q, k_pool, q_segments, pool_segments, page_lengths):
         nobody = jnp.iinfo(pool_segments.dtype).min
         pool_segments = jnp.where(iota(S)[None] < page_lengths[:, None], pool_segments, nobody)
     return {"q_segments": q_segments, "pool_segments": pool_segments}
+
+
+def _places(table, k_pool) -> tuple[int, ...]:
+    return jax.eval_shape(lambda table: by_page_of(table, k_pool.shape[1]), table).pages.shape
 
 
 def _check(q, k_new, k_pool, table, q_segments, pool_segments, window) -> None:

@@ -358,7 +358,7 @@ def test_kernels_run_where_they_can_and_it_is_told_once(monkeypatch, caplog):
     x = inputs(Case(C=64, M=1, G=2, H=64, S=64, earlier=1, dtype="bfloat16", window=70), seed=0)
     ran = []
 
-    def kernel(function, *arguments, **options):
+    def kernel(function, *arguments, by_page=None, **options):
         ran.append(function)
         return function(*arguments, **options, window=None)
 

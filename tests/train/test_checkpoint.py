@@ -102,8 +102,12 @@ def test_a_large_state_goes_through_the_host_array_by_array(tmp_path, monkeypatc
     transfer, copies = replica_slices.transfer_arrays_to_host, []
 
     def watched(arrays, *args, **kwargs):
-        gc.collect()
         assert len(arrays) == 1
+        # A thread that has written one may hold it for another moment.
+        until = time.monotonic() + 5
+        while any(copy() is not None for copy in copies) and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.01)
         assert [copy for copy in copies if copy() is not None] == []
         time.sleep(0.02)
         on_host = transfer(arrays, *args, **kwargs)

@@ -183,7 +183,7 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
         widths = (jnp.dtype(config.kv_dtype or "bfloat16"), jnp.dtype(config.kv_grad_dtype or "float32"))
         kv, gradient = (2 * keys * width.itemsize for width in widths)
         # What is widened from float8 comes anew for each chunk.
-        chunks = together(pools, config) if config.kv_dtype is None else 1
+        chunks = together(pools, config) if pools.any_layers.k_scale is None else 1
         record |= page_traffic(pools.selection, kv_page=kv, gradient_page=gradient, together=chunks)
     if settings.profile:
         from step_profile import breakdown

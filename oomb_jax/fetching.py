@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from oomb_jax.chunk import Chunk
-from oomb_jax.placement import Adding, Group, Pages, adding, fetched, pages
+from oomb_jax.placement import Adding, Group, Pages, fetched, for_adding, pages
 from oomb_jax.pools import Pools
 from oomb_jax.selection import Staging, stage
 from oomb_jax.shapes import Pool, iota
@@ -80,9 +80,9 @@ def downwards(
     """What is fetched before the last layer, the turns, and the pools, in which gradients have their slots."""
     if wanted is None:
         return None, None, pools
-    adds, pools = adding(pools, group, chunk, wanted.slots)
+    adding, pools = for_adding(pools, group, chunk, wanted.slots)
     ahead = wanted.at(slice(0, 1)).no_pages().and_then(wanted.at(slice(0, -1)))
-    return wanted.at(-1), Turn(wanted, ahead, adds), pools
+    return wanted.at(-1), Turn(wanted, ahead, adding), pools
 
 
 def fetch(pools: Pools, group: Group, wanted: Wanted | None) -> Fetched | None:

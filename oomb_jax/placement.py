@@ -179,7 +179,7 @@ def attention(chunk: Chunk, pages: Pages, q: Queries, k: Keys, v: Values) -> tup
     return paged_attention(*arguments, implementation=implementation, **pages.segments(chunk))
 
 
-def adding(pools: Pools, group: Group, chunk: Chunk, slots: Staging) -> tuple[Adding, Pools]:
+def for_adding(pools: Pools, group: Group, chunk: Chunk, slots: Staging) -> tuple[Adding, Pools]:
     """For all layers of a group whose pages are fetched, before the first of them goes back: small kernels, which would
     hold up each layer as long as they hold up all together.
 

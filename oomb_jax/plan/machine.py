@@ -13,8 +13,8 @@ import psutil
 GIB = 2**30
 
 SYSTEM, BESIDE_PINNED = 10 * GIB, 0.07
-"""Host memory that the system, Python and the libraries take, and what the driver takes besides for each byte that it
-pins. On one H200 a process with pools of 16 GiB on the host took 22.4, one of 54 took 62.8, and one of 232 needed more
+"""Host memory that the system, Python and the libraries take, and what is taken besides for each byte that is pinned.
+On one H200 a process with pools of 16 GiB on the host took 22.4, one of 54 took 62.8, and one of 232 needed more
 than the 251.8 that there were. A process that takes more is killed without a word."""
 
 SHARE = 0.95

@@ -119,11 +119,11 @@ def _moved(job: Job, attention: TopK | None, distinct: float | None) -> tuple[fl
 
     def chosen(c: int, chunks: int = 1) -> float:
         """Distinct pages of chunk c, or of so many chunks from c on."""
-        earlier = float(c * rows)
+        earlier = float((c + chunks - 1) * rows)
         if attention is None or not earlier:
             return earlier
-        if distinct is not None:
-            return chunks * min(distinct, earlier)
+        if distinct is not None:  # how many of them are the same is not known
+            return sum(min(distinct, float(i * rows)) for i in range(c, c + chunks))
         return earlier * (1 - (1 - min(earlier, attention.pages) / earlier) ** (chunks * rows))
 
     fetched = sum(map(chosen, range(job.chunks)))

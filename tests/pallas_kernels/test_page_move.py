@@ -326,6 +326,9 @@ def test_dtypes_that_do_not_fit_are_refused():
         fetch_pages(float8, 0, PAGES, scales=jnp.ones((2, 4, 2)), dtype=FLOAT8)
     with pytest.raises(ValueError, match="bfloat16 pages as float16: fetching only widens"):
         fetch_pages(POOL, 0, PAGES, dtype="float16")
+    for at_hand, scales in (VALUES, None), (float8[0], jnp.ones((2, 4, 2))):
+        with pytest.raises(ValueError, match=r"pages at hand, .* to fetch: one dtype, no scales"):
+            fetch_pages(POOL if scales is None else float8, 0, PAGES, at_hand=(at_hand, PAGES), scales=scales)
     with pytest.raises(ValueError, match="quantise"):
         store_pages(float8, 0, PAGES, VALUES)
     with pytest.raises(ValueError, match="the same dtype or a wider one"):

@@ -348,6 +348,9 @@ def test_wrong_arguments_are_refused():
         paged_attention(*x.forward, q_segments=jnp.zeros(16, jnp.int32))
     with pytest.raises(ValueError, match="dk_pool and dv_pool go together"):
         paged_attention_vjp(q, k_new, v_new, k_pool, v_pool, x.dk_pool, None, layer, table, q, q[:, :, 0].T, q)
+    gradients = q, k_new, v_new, k_pool, v_pool, x.dk_pool, x.dv_pool, layer, table, q, q[:, :, 0].T, q
+    with pytest.raises(ValueError, match=r"by_page: \(1, 3\) pages, the table's are \(1, 8\): use by_page\(table, P\)"):
+        paged_attention_vjp(*gradients, by_page=by_page(table[:, :3], k_pool.shape[1]))
     with pytest.raises(ValueError, match="window of 0 tokens"):
         paged_attention(*x.forward, window=Window(0, 16, jnp.zeros(k_pool.shape[1], jnp.int32)))
     with pytest.raises(NotImplementedError, match="'mosaic': queries of float32"):

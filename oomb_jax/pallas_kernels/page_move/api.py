@@ -63,8 +63,11 @@ def fetch_pages(
         raise ValueError(f"{pool.dtype} pages as {dtype} without scales: give the scales of the pool")
     if not _holds(dtype, pool.dtype):
         raise ValueError(f"{pool.dtype} pages as {dtype}: fetching only widens; convert what it returns")
-    if at_hand is not None and at_hand[0].shape[1:] != pool.shape[2:]:
-        raise ValueError(f"pages of {at_hand[0].shape[1:]} at hand for a pool of {pool.shape[2:]}")
+    if at_hand is not None and (at_hand[0].shape[1:] != pool.shape[2:] or at_hand[1].shape != pages.shape):
+        raise ValueError(
+            f"at_hand: {at_hand[0].shape[1:]} [M, S, H] a page and {at_hand[1].shape} entries, for a pool of "
+            f"{pool.shape[2:]} and {pages.shape} pages to fetch: these must be the same"
+        )
     if at_hand is not None and (scales is not None or not dtype == pool.dtype == at_hand[0].dtype):
         raise ValueError(f"{at_hand[0].dtype} pages at hand, {pool.dtype} as {dtype} to fetch: one dtype, no scales")
     if _choose(implementation, "fetch_pages", pool, pages, dtype) == "triton":

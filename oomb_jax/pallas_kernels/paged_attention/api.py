@@ -151,7 +151,7 @@ def paged_attention_vjp(
     """
     _check(q, k_new, k_pool, table, q_segments, pool_segments, window)
     if by_page is not None and (expected := _places(table, k_pool)) != by_page.pages.shape:
-        raise ValueError(f"by_page of {by_page.pages.shape} for a table and a pool that make {expected}: from the same")
+        raise ValueError(f"by_page: {by_page.pages.shape} pages, the table's are {expected}: use by_page(table, P)")
     if (dk_pool is None) != (dv_pool is None):
         raise ValueError("dk_pool and dv_pool go together: give both, or None for both")
     tensors = q, k_new, v_new, k_pool, v_pool

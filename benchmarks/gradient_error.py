@@ -1,7 +1,8 @@
-"""Two errors of the gradient: of the kernels' rounding, and of Top-K attention.
+"""Three errors of the gradient: of the kernels' rounding, of Top-K attention, and of narrow pools in host memory.
 
     python benchmarks/gradient_error.py
     python benchmarks/gradient_error.py --compare topk --contexts 16384 65536 262144 --budgets 4 16 64 256
+    python benchmarks/gradient_error.py --compare pools --layers 28 --hbm-layers 8 --context 65536
 
 `--compare kernels`: bfloat16 against float32. A model as wide as `--model`, of a few layers, with random weights; the
 float32 gradient is that of the same weights by the plain float32 reference. `chunked` is `value_and_grad` through the
@@ -11,6 +12,11 @@ weight, all layers together.
 `--compare topk`: |Top-K - dense| / |dense| by context and number of chosen pages, by layer and by kind of weight, of
 such a model or of trained weights on text. The figures are added to those that the file already holds, so a large grid
 can be measured in parts.
+
+`--compare pools`: |narrow - wide| / |wide| of a Top-K step of the first of `--budgets`. Wide: keys and values in the
+model's dtype, their gradients and those of the weights in float32, all pools on the device. Narrow: what `--kv-dtype`,
+`--kv-grad-dtype`, `--grad-dtype`, `--hbm-layers` and `--remat` say, by default what four million tokens of a 7B model
+take. Once with the pages that each step chooses, where rounding tips near ties, and once with the same pages for both.
 """
 
 import dataclasses
@@ -27,8 +33,10 @@ import topk_error
 import tyro
 from rich.console import Console
 from rich.table import Table
+from selections import Choice, forced
 
 import oomb_jax
+from oomb_jax.config import Remat
 from oomb_jax.train import data
 
 RESULTS = Path("benchmarks/results")
@@ -36,10 +44,11 @@ RESULTS = Path("benchmarks/results")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Relative error of the gradient: of bfloat16 kernels, or of Top-K attention."""
+    """Relative error of the gradient: of bfloat16 kernels, of Top-K attention, or of narrow pools."""
 
-    compare: Literal["kernels", "topk"] = "kernels"
-    """`kernels`: bfloat16 against float32. `topk`: Top-K against dense attention."""
+    compare: Literal["kernels", "topk", "pools"] = "kernels"
+    """`kernels`: bfloat16 against float32. `topk`: Top-K against dense attention. `pools`: narrow ones in host memory
+    against wide ones on the device."""
 
     model: str = "qwen2.5-7b"
     """A named model, for its sizes."""
@@ -48,25 +57,40 @@ class Settings:
     """Layers of it."""
 
     weights: Path | None = None
-    """`topk`: a Hugging Face directory, with all its layers, instead of random weights of a named model."""
+    """`topk` and `pools`: a Hugging Face directory, with all its layers, instead of random weights of a named model."""
 
     data: str | None = None
-    """`topk`: text, as in the training program. None: random tokens, of which trained weights make nothing."""
+    """`topk` and `pools`: text, as in training. None: random tokens, of which trained weights make nothing."""
 
     tokenizer: str | None = None
-    """`topk`: `bytes`, or a `tokenizer.json` or a directory that holds one. None: as in the training program."""
+    """`topk` and `pools`: `bytes`, or a `tokenizer.json` or a directory that holds one. None: as in training."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """`topk`: dtype of the weights and the computation."""
+    """`topk` and `pools`: dtype of the weights and the computation."""
 
     context: int = 16384
-    """`kernels`: tokens."""
+    """`kernels` and `pools`: tokens."""
 
     contexts: tuple[int, ...] = (16384, 65536)
     """`topk`: tokens."""
 
-    budgets: tuple[int, ...] = (4, 16, 64, 256)
-    """`topk`: pages that a query page chooses."""
+    budgets: tuple[int, ...] | None = None
+    """Pages that a query page chooses. None: 4, 16, 64 and 256 for `topk`, 64 for `pools`."""
+
+    kv_dtype: str | None = "float8_e4m3fn"
+    """`pools`: dtype of keys and values. None: the model's."""
+
+    kv_grad_dtype: str = "bfloat16"
+    """`pools`: dtype of their gradients."""
+
+    grad_dtype: str = "bfloat16"
+    """`pools`: dtype of the weights' gradients."""
+
+    hbm_layers: int = 1
+    """`pools`: layers whose pools stay on the device."""
+
+    remat: Remat = "full"
+    """`pools`: what the recomputed chunk keeps."""
 
     chunk: int = 4096
     """Tokens of a chunk."""
@@ -75,10 +99,10 @@ class Settings:
     """Tokens of a page."""
 
     implementation: Literal["mosaic", "triton", "reference"] | None = None
-    """Attention of `chunked`, or of `topk`. None: the engine's choice."""
+    """Attention of `chunked`, of `topk` and of `pools`. None: the engine's choice."""
 
     json: Path | None = None
-    """Where the figures go. None: gradient-error.json or topk-error.json in benchmarks/results."""
+    """Where the figures go. None: gradient-error.json, topk-error.json or pools-error.json in benchmarks/results."""
 
     figure: Path = Path("docs/topk-error.png")
     """Where `topk` is drawn."""
@@ -153,14 +177,11 @@ def compare_topk(settings: Settings) -> None:
         **{"chunk": settings.chunk, "page": settings.page, "implementation": settings.implementation},
     }
     of_setting = lambda record: all(record[key] == value for key, value in setting.items())
-    if settings.weights is None:
-        sizes = dataclasses.replace(oomb_jax.models.config(settings.model), num_hidden_layers=settings.layers)
-        model = oomb_jax.models.create(sizes, key=jax.random.key(0), dtype=settings.dtype)
-    else:
-        model = oomb_jax.models.load(settings.weights, dtype=settings.dtype)
+    model = load(settings)
     config = oomb_jax.Config(chunk=settings.chunk, page=settings.page, implementation=settings.implementation)
+    budgets = settings.budgets or (4, 16, 64, 256)
     for context in settings.contexts:
-        found = topk_error.measure(model, tokens(settings, context, model.config.vocab_size), config, settings.budgets)
+        found = topk_error.measure(model, tokens(settings, context, model.config.vocab_size), config, budgets)
         new = {(r["context"], r["pages"]) for r in found}
         records = [r for r in records if not of_setting(r) or (r["context"], r["pages"]) not in new]
         records += [setting | about() | r for r in found]
@@ -172,6 +193,48 @@ def compare_topk(settings: Settings) -> None:
     settings.figure.parent.mkdir(parents=True, exist_ok=True)
     topk_error.draw(mine, f"{name}, {setting['data']}, {settings.dtype}").savefig(settings.figure, dpi=150)
     print(f"wrote {path} and {settings.figure}")
+
+
+def compare_pools(settings: Settings) -> None:
+    """Measures, prints a table and writes the figures."""
+    model = load(settings)
+    ids = tokens(settings, settings.context, model.config.vocab_size)
+    (pages,) = settings.budgets or (64,)
+    same = "chunk", "page", "implementation"
+    wide = oomb_jax.Config(attention=oomb_jax.TopK(pages=pages), **{name: getattr(settings, name) for name in same})
+    narrowed = "kv_dtype", "kv_grad_dtype", "grad_dtype", "hbm_layers", "remat"
+    narrow = dataclasses.replace(wide, **{name: getattr(settings, name) for name in narrowed})
+    choices: tuple[Choice, ...] = "random", "model"
+    found = {}
+    for choice in choices:
+        with forced(choice, repeated=True):
+            exact, exact_loss, _ = topk_error.gradient(model, ids, wide)
+            grads, loss, told = topk_error.gradient(model, ids, narrow)
+        found[choice] = topk_error.relative(grads, exact) | {"loss": loss, "wide_loss": exact_loss, **told}
+        del exact, grads
+        print(f"{choice} pages: {found[choice]['error']:.3e}", flush=True)
+    table = Table(
+        "weight", *(f"{choice} pages" for choice in choices), title=f"{pages} pages, {settings.context:,} tokens"
+    )
+    of_kind = lambda x: f"{float(np.sqrt(np.mean(np.square(x)))):.2e}"
+    for name in found["model"]["by_weight"]:
+        table.add_row(name, *(of_kind(found[choice]["by_weight"][name]) for choice in choices))
+    Console(width=100).print(table)
+    used = "model", "layers", "weights", "data", "dtype", "context", *same, *narrowed
+    told = {name: str(value) if isinstance(value := getattr(settings, name), Path) else value for name in used}
+    path = settings.json or RESULTS / "pools-error.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = about() | {"settings": told | {"pages": pages}, "errors": found}
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+
+
+def load(settings: Settings) -> Any:
+    """The model of `topk` and of `pools`."""
+    if settings.weights is not None:
+        return oomb_jax.models.load(settings.weights, dtype=settings.dtype)
+    sizes = dataclasses.replace(oomb_jax.models.config(settings.model), num_hidden_layers=settings.layers)
+    return oomb_jax.models.create(sizes, key=jax.random.key(0), dtype=settings.dtype)
 
 
 def tokens(settings: Settings, context: int, vocabulary: int) -> jax.Array:
@@ -187,7 +250,7 @@ def tokens(settings: Settings, context: int, vocabulary: int) -> jax.Array:
 
 def main(settings: Settings) -> None:
     """Runs the comparison that is asked for."""
-    {"kernels": compare_kernels, "topk": compare_topk}[settings.compare](settings)
+    {"kernels": compare_kernels, "topk": compare_topk, "pools": compare_pools}[settings.compare](settings)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,18 @@ disjoint. `same`: all query pages of a chunk choose the same ones. `none`: only 
 
 
 @contextlib.contextmanager
-def forced(choice: Choice) -> Iterator[None]:
-    """What is traced inside chooses its pages so, in the fill pass and in evaluations."""
+def forced(choice: Choice, *, repeated: bool = False) -> Iterator[None]:
+    """What is traced inside chooses its pages so, in the fill pass and in evaluations. `repeated`: each chunk the same
+    ones in all layers and whatever the queries, so that settings of different rounding choose alike."""
     if choice == "model":
         yield
         return
 
     def select(attention, q, representatives, first_page, **settings):
         table = selection.select(attention, q, representatives, first_page, **settings)
-        other = _pages(choice, table, len(representatives), first_page, q)
+        # Of the queries' bits, so that chunks, layers and steps differ.
+        bits = first_page if repeated else lax.bitcast_convert_type(jnp.sum(q.astype(jnp.float32)), jnp.uint32)
+        other = _pages(choice, table, len(representatives), first_page, bits)
         # Never true, which the compiler cannot know: it would leave out the scores of a table that nobody reads.
         return jnp.where(jnp.any(table < -1), table, other)
 
@@ -45,12 +48,10 @@ def forced(choice: Choice) -> Iterator[None]:
 
 
 def _pages(
-    choice: Choice, table: Int[Array, "R *M K"], pages: int, first_page: Int[Array, ""], q: Array
+    choice: Choice, table: Int[Array, "R *M K"], pages: int, first_page: Int[Array, ""], bits: Int[Array, ""]
 ) -> Int[Array, "R *M K"]:
     if choice == "none":
         return jnp.full_like(table, -1)
-    # Of the queries' bits, so that chunks, layers and steps differ.
-    bits = lax.bitcast_convert_type(jnp.sum(q.astype(jnp.float32)), jnp.uint32)
     shape = (*table.shape[:-1], pages) if choice == "random" else (pages,)
     scores = jax.random.uniform(jax.random.fold_in(jax.random.key(0), bits), shape)
     scores = jnp.where(jnp.broadcast_to(iota(pages) < first_page, shape), scores, -1.0)

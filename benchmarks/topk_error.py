@@ -24,29 +24,36 @@ def measure(
     """|Top-K - dense| / |dense| of the gradient, a record for each budget: of all weights, by layer, by kind of weight
     (a number for each layer where the layers have it), with what the step told of its selection."""
     dense, loss = gradient(model, tokens, config)[:2]
-    norm = squares(dense)
     records = []
     for pages in budgets:
         method = dataclasses.replace(config, attention=oomb_jax.TopK(pages=pages))
         grads, sparse_loss, told = gradient(model, tokens, method)
-        difference = squares(jax.tree.map(jnp.subtract, grads, dense))
+        errors = relative(grads, dense)
         del grads
-        ratio = lambda sums, names: jnp.sqrt(sum(sums[name] for name in names) / sum(norm[name] for name in names))
-        layers = [name for name in norm if name.startswith("layers.")]
-        whole = [jnp.sum(jnp.stack([jnp.sum(x) for x in sums.values()])) for sums in (difference, norm)]
         records.append(
             {
                 "context": len(tokens),
                 "pages": pages,
-                "error": float(jnp.sqrt(whole[0] / whole[1])),
-                "by_layer": ratio(difference, layers).tolist(),
-                "by_weight": {name: ratio(difference, [name]).tolist() for name in norm},
+                **errors,
                 "loss": sparse_loss,
                 "dense_loss": loss,
                 **told,
             }
         )
     return records
+
+
+def relative(grads: Any, exact: Any) -> dict[str, Any]:
+    """|grads - exact| / |exact|, in float32: `error` of all weights, `by_layer`, and `by_weight`, where those of layers
+    have a number for each layer."""
+    difference, norm = squares(jax.tree.map(jnp.subtract, grads, exact)), squares(exact)
+    ratio = lambda names: jnp.sqrt(sum(difference[name] for name in names) / sum(norm[name] for name in names))
+    whole = [jnp.sum(jnp.stack([jnp.sum(x) for x in sums.values()])) for sums in (difference, norm)]
+    return {
+        "error": float(jnp.sqrt(whole[0] / whole[1])),
+        "by_layer": ratio([name for name in norm if name.startswith("layers.")]).tolist(),
+        "by_weight": {name: ratio([name]).tolist() for name in norm},
+    }
 
 
 def gradient(model: Any, tokens: Int[Array, " T"], config: oomb_jax.Config) -> tuple[Any, float, dict[str, float]]:
@@ -67,7 +74,7 @@ def squares(grads: Any) -> Squares:
     """The sum of squares of each weight by name, of those of the layers one for each layer."""
     names, leaves = jax.tree.leaves(parameter_names(grads)), jax.tree.leaves(grads)
     kept = lambda name: 1 if name.startswith("layers.") else 0
-    sums = lambda name, x: jnp.sum(jnp.square(x), axis=tuple(range(kept(name), x.ndim)))
+    sums = lambda name, x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=tuple(range(kept(name), x.ndim)))
     return {name: sums(name, x) for name, x in zip(names, leaves, strict=True)}
 
 

@@ -100,7 +100,7 @@ def most_at_once(selection: Int[Array, "n L R *M K"]) -> Int[Array, " L"]:
     def layer(l):
         tables = selection[:, l].reshape(n, -1)
         chunks = jnp.broadcast_to(iota(n)[:, None], tables.shape)
-        last = jnp.full(pages, -1).at[jnp.where(tables < 0, pages, tables)].max(chunks, mode="drop")
+        last = jnp.full(pages, -1, jnp.int32).at[jnp.where(tables < 0, pages, tables)].max(chunks, mode="drop")
         own = iota(pages) // rows
         # Held in chunks own < c <= last: in its own chunk a page gives its slot back before others take any.
         held = (last > own).astype(jnp.int32)

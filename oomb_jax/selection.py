@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from oomb_jax.gradient_slots import most_at_once
 from oomb_jax.pallas_kernels.page_score import Implementation, page_scores
 from oomb_jax.shapes import Keys, Pool, Queries, accumulator, divisor, iota
 
@@ -192,13 +193,15 @@ def statistics(
       page: S, tokens in a page.
 
     Returns:
-      distinct_pages, the mean over chunks and layers; attention_share; and recall, the share of dense attention
-      probability outside the own chunk that the chosen pages hold, 1 where there is none.
+      distinct_pages, the mean over chunks and layers; gradient_pages, the most of a layer that hold a gradient at once,
+      for which `kv_grad_pages` must have room; attention_share; and recall, the share of dense attention probability
+      outside the own chunk that the chosen pages hold, 1 where there is none.
     """
     tables = selection.reshape(-1, *selection.shape[2:])
     chosen, earlier = jnp.sum(mass, axis=0)
     return {
         "distinct_pages": jnp.mean(jax.lax.map(distinct_pages, tables).astype(mass.dtype)),
+        "gradient_pages": jnp.max(most_at_once(selection)).astype(mass.dtype),
         "attention_share": attention_share(selection, page).astype(mass.dtype),
         "recall": jnp.where(earlier > 0, chosen / jnp.where(earlier > 0, earlier, 1), 1),
     }

@@ -18,6 +18,7 @@ import pytest
 import oomb_jax
 from oomb_jax import chunked, models, plan
 from oomb_jax.chunk import Chunk
+from oomb_jax.plan import machine
 from oomb_jax.plan.machine import DEVICES, GIB, Machine, for_pools, named
 from oomb_jax.selection import TopK
 from oomb_jax.sequence import cut
@@ -27,7 +28,7 @@ from oomb_jax.train.compiled import pool_copies
 from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.optimizer import OptimizerConfig, build
 from oomb_jax.train.plan import alternatives, decide, longest_context
-from oomb_jax.train.step import compile_step
+from oomb_jax.train.step import Memory, compile_step
 from tests.tolerance import PLANNED_TIME
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "step.json"
@@ -227,6 +228,32 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_compiled(tmp_path, 
     monkeypatch.setattr(setup, "compile_step", lambda *_, **__: pytest.fail("compiled"))
     assert main(f"--model tiny --ctx 100000 --platform cpu --out {tmp_path / 'run'}".split()) == USAGE
     assert "what fits: ctx=" in capsys.readouterr().err
+
+
+def test_a_step_that_is_larger_as_compiled_is_refused_with_what_fits():
+    planned = run(ctx=2**20, offload=9, kv_dtype="bfloat16", kv_grad_dtype="bfloat16", **SMALL_STATE)
+    assert planned.fits
+    a_layer = 2**32
+    pools = planned.pinned + 9 * a_layer
+    memory = Memory(weights=0, gradients=0, optimizer=0, pools=pools, tokens=0, temporaries=planned.machine.hbm)
+    setup.check_memory(planned, memory, planned.machine.hbm + 9 * a_layer)
+    with pytest.raises(ValueError, match=r"the largest ctx that fits is 929792, or --offload 7: "):
+        setup.check_memory(planned, memory, planned.machine.hbm + 8 * a_layer - 1)
+    crowded = dataclasses.replace(planned, machine=dataclasses.replace(planned.machine, host=planned.pinned))
+    with pytest.raises(ValueError, match=r"the largest ctx that fits is 929792$"):
+        setup.check_memory(crowded, memory, planned.machine.hbm + 8 * a_layer - 1)
+
+
+def test_a_gpu_has_what_cuda_can_take(monkeypatch):
+    told = subprocess.CompletedProcess([], 0, stdout="NVIDIA H200, 4, 143150\n")
+    monkeypatch.setattr(machine, "_jax_has_gpu", lambda: True)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: told)
+    found = plan.this()
+    assert found.device is DEVICES["h200"]
+    assert found.hbm == int(0.95 * 143154 * 2**20)
+    told.stdout = "NVIDIA H200, 43154, 100000\n"
+    assert plan.this().hbm == 100000 * 2**20
 
 
 def test_checkpoints_count_on_the_host_and_on_the_disk(tmp_path, capsys, monkeypatch):

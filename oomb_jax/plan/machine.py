@@ -196,18 +196,19 @@ def _jax_has_gpu() -> bool:
 
 
 def _nvidia_smi() -> tuple[str, int, int] | None:
-    """Name, bytes and free bytes of the first GPU; None where there is none."""
+    """Name, bytes that CUDA has and free bytes of the first GPU; None where there is none."""
     if shutil.which("nvidia-smi") is None:
         return None
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=name,memory.used,memory.free", "--format=csv,noheader,nounits"]
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         query.append(f"--id={visible.split(',')[0]}")
     done = subprocess.run(query, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return None
-    name, total, free = lines[0].rsplit(",", 2)
-    return name.strip(), int(total) * 2**20, int(free) * 2**20
+    name, used, free = lines[0].rsplit(",", 2)
+    # What the tool calls the total has some 0.6 GiB more, which the driver keeps.
+    return name.strip(), (int(used) + int(free)) * 2**20, int(free) * 2**20
 
 
 def host_available(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:

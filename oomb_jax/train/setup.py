@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 from oomb_jax import models
 from oomb_jax.config import Config
 from oomb_jax.models import hf_config
+from oomb_jax.parts import layer_count
 from oomb_jax.plan import Machine, disk_for, host_available, this
 from oomb_jax.plan.machine import GIB, for_pools
 from oomb_jax.pools import PINNED
@@ -221,6 +223,13 @@ def check_memory(planned: Plan, memory: Memory, limit: int) -> None:
         if fits > 0
         else "no ctx fits: a smaller model, --optimizer adafactor, --master stochastic or --remat full take less"
     )
+    resident = layer_count(planned.job.model.layers) - planned.job.host_layers
+    if resident and planned.machine.platform == "gpu":
+        # What else grows with the context is little beside the pools, and counted as a part of them.
+        fewer = resident - math.ceil((total - limit) / (growing / resident))
+        offloaded = dataclasses.replace(settings, offload=max(fewer, 0))
+        if fewer >= 0 and decide(offloaded, planned.machine, planned.model_config).fits:
+            way_out += f", or --offload {fewer}: the pools of so many layers on the device"
     raise ValueError(
         f"ctx={settings.ctx}: a step of {settings.model} takes {gib(total)} as compiled, {gib(growing)} of it for "
         f"keys, values and their gradients, and {gib(limit)} is there; {way_out}"

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = parse_command(sys.argv[1:] if arguments is None else arguments)
         if command.plan.plan:
-            from oomb_jax.train.plan import show
+            from oomb_jax.train.plan_report import show
             from oomb_jax.train.setup import find_model
 
             return show(command.settings, find_model(command.settings), command.plan)

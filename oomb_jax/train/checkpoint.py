@@ -14,13 +14,12 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jaxtyping import Array, PyTree, UInt32
+from jaxtyping import PyTree
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep_policy
 
 from oomb_jax.plan.memory import SAVED_BESIDE, SAVED_WHOLE
-from oomb_jax.train.optimizer import parameter_names
+from oomb_jax.train.leaves import by_name, checksums, differing_leaves, like, some, with_sharding, without_keys
 from oomb_jax.train.streaming import StreamingHandler
 
 _FORMAT = 1
@@ -100,8 +99,8 @@ class Checkpoints:
         latest = self.latest()
         if latest is not None and step <= latest:
             raise ValueError(f"step={step}: step {latest} is saved in {self._directory}; save steps in rising order")
-        named = _named(state)
-        arrays = _plain(named)
+        named = by_name(state)
+        arrays = without_keys(named)
         self._streaming = sum(x.nbytes for x in arrays.values()) > self._whole
         self._clear()
         size = sum(x.nbytes for x in arrays.values()) + SAVED_BESIDE
@@ -111,7 +110,7 @@ class Checkpoints:
                 f"step {step} takes {_mib(size)} and {self._directory} has {_mib(free)} free; {self._standing()}; "
                 f"free {_mib(size - free)} more, or save on another disk"
             )
-        sums = jax.device_get(_checksums(arrays))
+        sums = jax.device_get(checksums(arrays))
         about = {
             "format": _FORMAT,
             "leaves": {name: [str(x.dtype), list(x.shape), int(sums[name])] for name, x in named.items()},
@@ -218,15 +217,15 @@ class Checkpoints:
             if step is None:
                 raise CheckpointError(f"{self._directory}: no finished checkpoint; start without resuming")
         about = self._about(step)
-        wanted = _named(abstract)
-        differences = _differing_leaves(wanted, about["leaves"])
+        wanted = by_name(abstract)
+        differences = differing_leaves(wanted, about["leaves"])
         differences += _differing_entries(json.loads(json.dumps(dict(expect or {}))), about["metadata"])
         if differences:
             raise CheckpointError(
                 f"{self._path(step)} is a checkpoint of something else: {'; '.join(differences)}; "
                 "resume with the settings it was made with, or start in another directory"
             )
-        plain = {name: _with_sharding(x) for name, x in _plain(wanted).items()}
+        plain = {name: with_sharding(x) for name, x in without_keys(wanted).items()}
         try:
             # Arrays are read at once up to a limit, which must be above the largest.
             gigabytes = math.ceil(max(x.size * x.dtype.itemsize for x in plain.values()) / 1e9) + 1
@@ -239,11 +238,11 @@ class Checkpoints:
             raise
         except Exception as error:  # orbax raises plain ones too
             raise self._damaged(step, _line(error)) from error
-        sums = jax.device_get(_checksums(restored))
+        sums = jax.device_get(checksums(restored))
         wrong = [name for name, entry in about["leaves"].items() if int(sums[name]) != entry[2]]
         if wrong:
-            raise self._damaged(step, f"other bits than were saved in {_some(wrong)}")
-        leaves = [_like(restored[name], x) for name, x in wanted.items()]
+            raise self._damaged(step, f"other bits than were saved in {some(wrong)}")
+        leaves = [like(restored[name], x) for name, x in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), about["metadata"]
 
     def _open(self) -> ocp.CheckpointManager:
@@ -342,76 +341,6 @@ def _crc32(about: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
-def _named(tree: PyTree) -> dict[str, Any]:
-    named = dict(zip(parameter_names(tree), jax.tree.leaves(tree), strict=True))
-    for name, leaf in named.items():
-        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            raise TypeError(f"{name} is a {type(leaf).__name__}: a state is made of JAX arrays; use jnp.asarray")
-    return named
-
-
-def _is_key(x: Array | jax.ShapeDtypeStruct) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _plain(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves with typed keys as their integers."""
-
-    def data(x: Any) -> Any:
-        if not _is_key(x):
-            return x
-        return jax.random.key_data(x) if isinstance(x, jax.Array) else jax.eval_shape(jax.random.key_data, x)
-
-    return {name: data(x) for name, x in named.items()}
-
-
-def _like(x: Array, wanted: Array | jax.ShapeDtypeStruct) -> Array:
-    if not _is_key(wanted):
-        return x
-    # The implementation of a key can only be asked of a key.
-    spec = []
-    jax.eval_shape(lambda key: spec.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), wanted.dtype))
-    return jax.random.wrap_key_data(x, impl=spec[0])
-
-
-def _with_sharding(x: Any) -> jax.ShapeDtypeStruct:
-    sharding = x.sharding if x.sharding is not None else jnp.zeros(()).sharding
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-@jax.jit
-def _checksums(arrays: dict[str, Array]) -> dict[str, UInt32[Array, ""]]:
-    """A sum of the bits of every array, sum_i (2 i + 1) b_i mod 2**32, b_i the bits of element i as an integer.
-
-    The weights are odd, so any change of one element changes the sum; they differ, so exchanged elements do too."""
-    return {name: _checksum(x) for name, x in arrays.items()}
-
-
-def _checksum(x: Array) -> Array:
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
-    # Integers of 64 bits become two of 32 along a new last axis.
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")).astype(jnp.uint32)
-    weight = jnp.ones(bits.shape, jnp.uint32)
-    stride = 2
-    for axis in reversed(range(bits.ndim)):
-        weight += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride % 2**32)
-        stride *= bits.shape[axis]
-    return jnp.sum(bits * weight, dtype=jnp.uint32)
-
-
-def _differing_leaves(wanted: Mapping[str, Any], saved: Mapping[str, list]) -> list[str]:
-    found = []
-    if missing := [name for name in wanted if name not in saved]:
-        found.append(f"it lacks {_some(missing)}")
-    if surplus := [name for name in saved if name not in wanted]:
-        found.append(f"it has {_some(surplus)} too many")
-    both = {n: (str(x.dtype), list(x.shape), *saved[n][:2]) for n, x in wanted.items() if n in saved}
-    if other := [f"{n} ({s[2]}{s[3]} there, {s[0]}{s[1]} here)" for n, s in both.items() if s[:2] != s[2:]]:
-        found.append(f"it differs in {_some(other)}")
-    return found
-
-
 def _differing_entries(wanted: Any, saved: Any, path: str = "") -> list[str]:
     if isinstance(wanted, dict) and isinstance(saved, dict):
         return [
@@ -420,10 +349,6 @@ def _differing_entries(wanted: Any, saved: Any, path: str = "") -> list[str]:
             for line in _differing_entries(value, saved.get(key), f"{path}.{key}" if path else key)
         ]
     return [] if wanted == saved else [f"{path} is {saved!r} there and {wanted!r} here"]
-
-
-def _some(names: list[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _line(error: BaseException, most: int = 300) -> str:

@@ -25,7 +25,8 @@ from oomb_jax.sequence import chunk_count, chunk_length, top_k
 from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.data import Data, check_vocabulary, longest, open_data, warn_of_repeats
 from oomb_jax.train.optimizer import Optimizer, build
-from oomb_jax.train.plan import Plan, decide, gib, pinned_limit, summary
+from oomb_jax.train.plan import Plan, decide, gib, pinned_limit
+from oomb_jax.train.plan_report import summary
 from oomb_jax.train.step import Memory, Step, compile_step
 
 EXPORTED = "model"

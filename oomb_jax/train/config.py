@@ -137,7 +137,8 @@ class TrainConfig:
     """Checkpoints to keep, beside the one with the lowest held-out loss."""
 
     export: bool = False
-    """Write the trained model at the end, as a Hugging Face directory: `model` in `out`."""
+    """Write the trained model at the end, as a Hugging Face directory: `model` in `out`, with the files of
+    `tokenizer`."""
 
     resume: bool = False
     """Go on from the latest checkpoint of `out`."""

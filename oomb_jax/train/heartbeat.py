@@ -16,14 +16,14 @@ EVERY = 5.0
 class Heartbeat:
     """Writes `heartbeat.json`: one JSON object, replaced as a whole, so that a reader never sees half of one.
 
-    Its `time` (seconds since 1970) is that of the last computed chunk, or of the end of the run; a run whose `time`
+    Its `time` (seconds since 1970) is that of the last computed chunk, or of the run's begin or end; a run whose `time`
     stands still is compiling, saving, or stuck.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], warn: Callable[[str], None], *, clock: Callable[[], float] = time.time
     ):
-        """Writes nothing before the first beat.
+        """Writes nothing before it is told something.
 
         Args:
           directory: the run's; it must exist.
@@ -39,6 +39,11 @@ class Heartbeat:
         """Pass `name` of step `step` has come to `where`; written unless the last beat was moments ago."""
         if abs(self._clock() - self._last) >= EVERY:  # the clock may be set back
             self._write({"step": step, "pass": name, **where})
+
+    def begin(self, step: int) -> None:
+        """The run is about to go on after `step` steps; what it was when it ended before is no longer so."""
+        self._write({"step": step, "pass": "begun"})
+        self._last -= EVERY  # and the first chunk is written
 
     def end(self, step: int, status: int) -> None:
         """The run has ended with this exit status, `step` steps done."""

@@ -19,7 +19,7 @@ from oomb_jax.shapes import IGNORE
 from oomb_jax.train import metrics, plots
 from oomb_jax.train.checkpoint import CheckpointError, Checkpoints
 from oomb_jax.train.config import TrainConfig
-from oomb_jax.train.data import evaluation_batch, longest, sample
+from oomb_jax.train.data import copy_tokenizer, evaluation_batch, longest, sample
 from oomb_jax.train.heartbeat import Heartbeat
 from oomb_jax.train.progress import Progress
 from oomb_jax.train.setup import EXPORTED, Run, check_directory, create_model, metadata, prepare
@@ -75,6 +75,7 @@ def train(settings: TrainConfig, console: Console) -> int:
                 Progress(console, run.settings.steps) as progress,
             ):
                 heartbeat = Heartbeat(directory, lambda text: console.print(text, soft_wrap=True))
+                heartbeat.begin(training.step)
                 status = Loop(run, training, checkpoints, writer, progress, heartbeat, signals, console).run()
                 # Also where the last checkpoint failed: the disk may hold the model alone.
                 if run.settings.export and training.step == run.settings.steps and status in (DONE, FAILED):
@@ -90,9 +91,11 @@ def train(settings: TrainConfig, console: Console) -> int:
 
 
 def export(run: Run, training: Training, console: Console) -> int:
-    """Writes the trained model as a Hugging Face directory; returns the exit status."""
+    """Writes the trained model as a Hugging Face directory, with its tokenizer; returns the exit status."""
+    directory = run.settings.directory / EXPORTED
     try:
-        models.save(training.model, run.settings.directory / EXPORTED)
+        models.save(training.model, directory)
+        copy_tokenizer(run.settings.tokenizer or "bytes", directory)
     except OSError as error:
         way_out = f"; write it with: {resume_command(run.settings)}" if training.saved == training.step else ""
         console.print(f"error: not exported: {error}{way_out}", highlight=False, soft_wrap=True)

@@ -119,6 +119,9 @@ def test_a_heartbeat_is_whole_rare_and_no_reason_to_stop(tmp_path):
     clock, warnings = Clock(), []
     heartbeat = Heartbeat(tmp_path, warnings.append, clock=lambda: clock.now)
     path, seen = tmp_path / "heartbeat.json", []
+    heartbeat.end(2, 0)
+    heartbeat.begin(2)
+    assert json.loads(path.read_text()) == {"time": clock.now, "step": 2, "pass": "begun"}
     for chunk in range(1, 8):
         heartbeat.beat(3, "fill", chunk=chunk, chunks=8)
         seen.append(json.loads(path.read_text()))

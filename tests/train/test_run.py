@@ -257,6 +257,31 @@ def test_an_exported_model_is_the_trained_one(text, tmp_path):
     assert read_records(second / "evaluations.jsonl")[0]["loss"] == trained["loss"]
 
 
+def test_an_exported_model_has_its_tokenizer(text, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    directory, out = tmp_path / "bytes-bpe", tmp_path / "run"
+    directory.mkdir()
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=257, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([], trainer)
+    made.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text("{}")
+    (directory / "model.safetensors").write_text("of another model")
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    assert main([*flags(text, out, steps=1, tokenizer=directory), "--export"]) == 0
+    after = {path.name: path.read_bytes() for path in (out / "model").iterdir()}
+    assert set(after) == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert after["tokenizer.json"] == before["tokenizer.json"]
+    assert after["model.safetensors"] != before["model.safetensors"]
+    # A tokenizer that lies there already stays.
+    assert main([*flags(text, out, steps=2, tokenizer=out / "model"), "--resume", "--export"]) == 0
+    assert (out / "model" / "tokenizer.json").read_bytes() == before["tokenizer.json"]
+
+
 def test_an_export_that_cannot_be_written_is_told_and_made_when_the_run_is_resumed(text, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
 

@@ -10,7 +10,7 @@
 
 from oomb_jax.train.data.dataset import Data, Documents, View, check_vocabulary, open_data
 from oomb_jax.train.data.sampling import Batch, evaluation_batch, longest, sample, warn_of_repeats
-from oomb_jax.train.data.tokenizer import Tokenizer, load_tokenizer
+from oomb_jax.train.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer
 
 __all__ = [
     "Batch",
@@ -19,6 +19,7 @@ __all__ = [
     "Tokenizer",
     "View",
     "check_vocabulary",
+    "copy_tokenizer",
     "evaluation_batch",
     "load_tokenizer",
     "longest",

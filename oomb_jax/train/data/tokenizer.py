@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -11,6 +12,12 @@ from jaxtyping import Int, Integer
 
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>")
 """Tokens that end a document wherever they exist. They go before `eos_token`, which in a chat model ends a turn."""
+
+_BESIDE = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "generation_config.json"),
+)
+"""Files that belong to a tokenizer.json, where they are."""
 
 
 @runtime_checkable
@@ -94,14 +101,27 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
+    path = _file(name)
     if not path.is_file():
         raise FileNotFoundError(
             f"tokenizer={name!r}: no file {path}; pass 'bytes', a tokenizer.json or a directory that holds one"
         )
     return FileTokenizer(path)
+
+
+def copy_tokenizer(name: str, directory: Path) -> None:
+    """Copies what `transformers` reads of a tokenizer, called as for `load_tokenizer`; of bytes there is nothing."""
+    if name == "bytes" or (path := _file(name)).parent.resolve() == directory.resolve():
+        return
+    shutil.copyfile(path, directory / "tokenizer.json")
+    for beside in _BESIDE:
+        if (file := path.with_name(beside)).is_file():
+            shutil.copyfile(file, directory / beside)
+
+
+def _file(name: str) -> Path:
+    path = Path(name).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path
 
 
 def _end_token(path: Path, vocabulary: dict[str, int]) -> str:

@@ -27,8 +27,13 @@ from tests.aot.h200_page_move import touches_host
 def main(contexts: list[int], **settings) -> None:
     """Compiles Top-K attention of qwen2.5-7b, with the least memory unless the settings say otherwise."""
     # The pools below are those of the default device, a CPU, where there is one memory; here they get the other.
-    narrow = {"grad_dtype": "bfloat16", "kv_grad_dtype": "bfloat16"}
-    config = oomb_jax.Config(attention=oomb_jax.TopK(pages=64), implementation="mosaic", remat="full", **narrow)
+    config = oomb_jax.Config(
+        attention=oomb_jax.TopK(pages=64),
+        implementation="mosaic",
+        remat="full",
+        grad_dtype="bfloat16",
+        kv_grad_dtype="bfloat16",
+    )
     config = dataclasses.replace(config, **settings)
     on = lambda tree, memory=None: jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype, memory=memory), tree)
     model = oomb_jax.models.abstract("qwen2.5-7b")

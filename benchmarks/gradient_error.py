@@ -199,7 +199,7 @@ def compare_pools(settings: Settings) -> None:
     """Measures, prints a table and writes the figures."""
     model = load(settings)
     ids = tokens(settings, settings.context, model.config.vocab_size)
-    (pages,) = settings.budgets or (64,)
+    pages = (settings.budgets or (64,))[0]
     same = "chunk", "page", "implementation"
     wide = oomb_jax.Config(attention=oomb_jax.TopK(pages=pages), **{name: getattr(settings, name) for name in same})
     narrowed = "kv_dtype", "kv_grad_dtype", "grad_dtype", "hbm_layers", "remat"
@@ -220,7 +220,8 @@ def compare_pools(settings: Settings) -> None:
     for name in found["model"]["by_weight"]:
         table.add_row(name, *(of_kind(found[choice]["by_weight"][name]) for choice in choices))
     Console(width=100).print(table)
-    used = "model", "layers", "weights", "data", "dtype", "context", *same, *narrowed
+    sizes = ("model", "layers") if settings.weights is None else ("weights",)
+    used = *sizes, "data", "tokenizer", "dtype", "context", *same, *narrowed
     told = {name: str(value) if isinstance(value := getattr(settings, name), Path) else value for name in used}
     path = settings.json or RESULTS / "pools-error.json"
     path.parent.mkdir(parents=True, exist_ok=True)

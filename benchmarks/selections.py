@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer
 
 from oomb_jax import selection
 from oomb_jax.shapes import iota
@@ -36,7 +36,7 @@ def forced(choice: Choice, *, repeated: bool = False) -> Iterator[None]:
 
     def select(attention, q, representatives, first_page, **settings):
         table = selection.select(attention, q, representatives, first_page, **settings)
-        # Of the queries' bits, so that chunks, layers and steps differ.
+        # From the queries' bits, so that chunks, layers and steps differ.
         bits = first_page if repeated else lax.bitcast_convert_type(jnp.sum(q.astype(jnp.float32)), jnp.uint32)
         other = _pages(choice, table, len(representatives), first_page, bits)
         # Never true, which the compiler cannot know: it would leave out the scores of a table that nobody reads.
@@ -48,7 +48,7 @@ def forced(choice: Choice, *, repeated: bool = False) -> Iterator[None]:
 
 
 def _pages(
-    choice: Choice, table: Int[Array, "R *M K"], pages: int, first_page: Int[Array, ""], bits: Int[Array, ""]
+    choice: Choice, table: Int[Array, "R *M K"], pages: int, first_page: Int[Array, ""], bits: Integer[Array, ""]
 ) -> Int[Array, "R *M K"]:
     if choice == "none":
         return jnp.full_like(table, -1)

@@ -193,9 +193,9 @@ def statistics(
       page: S, tokens in a page.
 
     Returns:
-      distinct_pages, the mean over chunks and layers; gradient_pages, the most of a layer that hold a gradient at once,
-      for which `kv_grad_pages` must have room; attention_share; and recall, the share of dense attention probability
-      outside the own chunk that the chosen pages hold, 1 where there is none.
+      distinct_pages, the mean over chunks and layers; gradient_pages, the most of any layer that hold a gradient at
+      once, so that `kv_grad_pages` need not be more; attention_share; and recall, the share of dense attention
+      probability outside the own chunk that the chosen pages hold, 1 where there is none.
     """
     tables = selection.reshape(-1, *selection.shape[2:])
     chosen, earlier = jnp.sum(mass, axis=0)

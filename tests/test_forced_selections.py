@@ -20,13 +20,13 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
 
 
-def choose(choice, first_page: int, scope: selection.Scope):
+def choose(choice, first_page: int, scope: selection.Scope, *, seed: int = 0, repeated: bool = False):
     from selections import forced
 
-    rng = np.random.default_rng(first_page)
+    rng = np.random.default_rng((first_page, seed))
     q = jnp.asarray(rng.normal(size=(R * S, 2 * M, H)), jnp.float32)
     representatives = jnp.asarray(rng.normal(size=(P, M, H)), jnp.float32)
-    with forced(choice):
+    with forced(choice, repeated=repeated):
         return np.asarray(chunk.select(TopK(pages=K, scope=scope), q, representatives, jnp.int32(first_page), page=S))
 
 
@@ -50,6 +50,10 @@ def test_forced_choices_are_tables_of_earlier_pages(scope, first_page):
     if first_page > K:
         assert distinct["random"] > 2 * K
         assert (choose("random", first_page + 1, scope) != tables["random"]).any()
+        assert (choose("random", first_page, scope, seed=1) != tables["random"]).any()
+        once, again = (choose("random", first_page, scope, seed=seed, repeated=True) for seed in (0, 1))
+        np.testing.assert_array_equal(once, again)
+        assert (choose("random", first_page + 1, scope, repeated=True) != once).any()
 
 
 def test_traffic_counts_each_page_once_a_pass():

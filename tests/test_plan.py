@@ -230,25 +230,40 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_compiled(tmp_path, 
     assert "what fits: ctx=" in capsys.readouterr().err
 
 
-def test_a_step_that_is_larger_as_compiled_is_refused_with_what_fits():
-    planned = run(ctx=2**20, offload=9, kv_dtype="bfloat16", kv_grad_dtype="bfloat16", **SMALL_STATE)
+@pytest.mark.parametrize("offload", [9, "none"])
+def test_a_step_that_is_larger_as_compiled_is_refused_with_what_fits(offload):
+    dtypes = {"kv_dtype": "bfloat16", "kv_grad_dtype": "bfloat16"}
+    planned = run(ctx=2**18, offload=offload, **dtypes, **SMALL_STATE)
     assert planned.fits
-    a_layer = 2**32
-    pools = planned.pinned + 9 * a_layer
-    memory = Memory(weights=0, gradients=0, optimizer=0, pools=pools, tokens=0, temporaries=planned.machine.hbm)
-    setup.check_memory(planned, memory, planned.machine.hbm + 9 * a_layer)
-    with pytest.raises(ValueError, match=r"the largest ctx that fits is 929792, or --offload 7: "):
-        setup.check_memory(planned, memory, planned.machine.hbm + 8 * a_layer - 1)
-    crowded = dataclasses.replace(planned, machine=dataclasses.replace(planned.machine, host=planned.pinned))
-    with pytest.raises(ValueError, match=r"the largest ctx that fits is 929792$"):
-        setup.check_memory(crowded, memory, planned.machine.hbm + 8 * a_layer - 1)
+    held = planned.bytes.hbm["total"]
+    taken = lambda layers: run(ctx=2**18, offload=layers, **dtypes, **SMALL_STATE).bytes.hbm["total"]
+    pools, over = 16 * GIB, 5 * GIB
+    memory = Memory(
+        weights=0, gradients=0, optimizer=0, pools=planned.pinned + pools, tokens=0, temporaries=held + over - pools
+    )
+    setup.check_memory(planned, memory, held + over)
+    for limit in held + over - 1, taken(3) + over, taken(3) + over - 1:
+        with pytest.raises(ValueError, match=r"(that fits is \d+|take less), or --offload ") as told:
+            setup.check_memory(planned, memory, limit)
+        layers = int(re.findall(r"--offload (\d+)", str(told.value))[0])
+        assert taken(layers) + over <= limit
+        assert layers == 27 or taken(layers + 1) + over > limit or layers + 1 == offload
+    no_host = dataclasses.replace(planned, machine=dataclasses.replace(planned.machine, host=0))
+    for refused, limit in ((no_host, held + over - 1), (planned, taken(0) + over - 1)):
+        with pytest.raises(ValueError, match=r"(that fits is \d+|take less)$"):
+            setup.check_memory(refused, memory, limit)
 
 
 def test_a_gpu_has_what_cuda_can_take(monkeypatch):
     told = subprocess.CompletedProcess([], 0, stdout="NVIDIA H200, 4, 143150\n")
+
+    def tool(command, **_):
+        assert "--query-gpu=name,memory.used,memory.free" in command
+        return told
+
     monkeypatch.setattr(machine, "_jax_has_gpu", lambda: True)
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: told)
+    monkeypatch.setattr(subprocess, "run", tool)
     found = plan.this()
     assert found.device is DEVICES["h200"]
     assert found.hbm == int(0.95 * 143154 * 2**20)

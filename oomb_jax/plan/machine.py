@@ -14,8 +14,8 @@ GIB = 2**30
 
 SYSTEM, BESIDE_PINNED = 10 * GIB, 0.07
 """Host memory that the system, Python and the libraries take, and what is taken besides for each byte that is pinned.
-On one H200 a process with pools of 16 GiB on the host took 22.4, one of 54 took 62.8, and one of 232 needed more
-than the 251.8 that there were. A process that takes more is killed without a word."""
+On one H200 a process with pools of 16 GiB on the host took 22.4, one of 54 took 62.8, one of 220 took 234.1, and one
+of 232 needed more than the 251.8 that there were. A process that takes more is killed without a word."""
 
 SHARE = 0.95
 """Of a GPU's memory that the program lets JAX take (XLA_PYTHON_CLIENT_MEM_FRACTION); the rest is the driver's."""
@@ -59,8 +59,8 @@ class Device:
 
 # Measured on one H200 (benchmarks/results/step.json, kernels.json, benchmarks/notes.md): products of qwen2.5-7b 690 to
 # 720 TFLOP/s; attention of 4,096 queries over 32,768 keys; scores 0.34 ms and 0.65 ms for a chunk and layer at 16,384
-# and 32,768 pages, the choice 0.13 and 0.2; PCIe Gen5 x16 44 GiB/s with copies both ways. With 25 and 31
-# seconds of pages beside it a step of 38 took 6 and 10 longer, with the product kernel that leaves movers room; cuBLAS,
+# and 32,768 pages, the choice 0.13 and 0.2; PCIe Gen5 x16 44 GiB/s with copies both ways. With 23 and 28
+# seconds of pages beside it a step of 38 took 6 and 8 longer, with the product kernel that leaves movers room; cuBLAS,
 # which multiplies on other GPUs, lost half of such time.
 _H200 = Device(
     name="h200",

@@ -41,7 +41,7 @@ class Heartbeat:
             self._write({"step": step, "pass": name, **where})
 
     def begin(self, step: int) -> None:
-        """The run is about to go on after `step` steps; what it was when it ended before is no longer so."""
+        """The run, with its pools made, goes on after `step` steps; how it ended before no longer counts."""
         self._write({"step": step, "pass": "begun"})
         self._last -= EVERY  # and the first chunk is written
 

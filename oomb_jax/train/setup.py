@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -210,7 +209,7 @@ def memory_limit(device: Any) -> int:
 
 
 def check_memory(planned: Plan, memory: Memory, limit: int) -> None:
-    """Raises ValueError where the step as compiled does not fit on the device, naming the largest context that does."""
+    """Raises ValueError where the step as compiled does not fit on the device, naming what does."""
     total = on_device(planned, memory)
     if total <= limit:
         return
@@ -224,17 +223,27 @@ def check_memory(planned: Plan, memory: Memory, limit: int) -> None:
         if fits > 0
         else "no ctx fits: a smaller model, --optimizer adafactor, --master stochastic or --remat full take less"
     )
-    resident = layer_count(planned.job.model.layers) - planned.job.host_layers
-    if resident and planned.machine.platform == "gpu":
-        # What else grows with the context is little beside the pools, and counted as a part of them.
-        fewer = resident - math.ceil((total - limit) / (growing / resident))
-        offloaded = dataclasses.replace(settings, offload=max(fewer, 0))
-        if fewer >= 0 and decide(offloaded, planned.machine, planned.model_config).fits:
-            way_out += f", or --offload {fewer}: the pools of so many layers on the device"
+    if (fewer := _fewer_layers(planned, total - planned.bytes.hbm["total"], limit)) is not None:
+        way_out += f", or --offload {fewer}, which keeps the pools of {fewer} layers there"
     raise ValueError(
         f"ctx={settings.ctx}: a step of {settings.model} takes {gib(total)} as compiled, {gib(growing)} of it for "
         f"keys, values and their gradients, and {gib(limit)} is there; {way_out}"
     )
+
+
+def _fewer_layers(planned: Plan, over: int, limit: int) -> int | None:
+    """The most layers, fewer than now, with whose pools on the device a step fits in `limit` that takes `over` bytes
+    more than its plan says. None: no number of them does."""
+    if planned.machine.platform != "gpu":
+        return None
+    # What the program chose by itself it chooses anew.
+    open_again = dataclasses.replace(planned.settings, **dict.fromkeys(planned.narrowed))
+    resident = layer_count(planned.job.model.layers) - planned.job.host_layers
+    for layers in reversed(range(resident)):
+        other = decide(dataclasses.replace(open_again, offload=layers), planned.machine, planned.model_config)
+        if other.fits and other.bytes.hbm["total"] + over <= limit:
+            return layers
+    return None
 
 
 def on_device(planned: Plan, memory: Memory) -> int:

@@ -248,6 +248,19 @@ def test_a_finished_run_says_so_and_keeps_its_settings(text, tmp_path, capsys):
     assert len(modes) == 1
 
 
+def test_a_run_tells_when_it_begins_and_ends_and_what_it_chose(text, tmp_path, monkeypatch):
+    out, told = tmp_path / "run", []
+    monkeypatch.setattr("oomb_jax.train.heartbeat.Heartbeat._write", lambda self, about: told.append(about))
+    assert main(flags(text, out, steps=1, pages=1)) == 0
+    assert told[0] == {"step": 0, "pass": "begun"}
+    assert told[-1] == {"step": 1, "pass": "ended", "status": 0}
+    (line,) = read_records(out / "metrics.jsonl")
+    assert 0 < line["distinct_pages"] <= 2  # of two query pages
+    assert 0 < line["gradient_pages"] <= 4  # those of earlier chunks
+    assert 0 < line["attention_share"] < 1
+    assert 0 < line["recall"] < 1
+
+
 def test_an_exported_model_is_the_trained_one(text, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     assert main([*flags(text, first, steps=3, save_every=0), "--export"]) == 0

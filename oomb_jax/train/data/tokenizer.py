@@ -15,7 +15,7 @@ _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>")
 
 _BESIDE = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "generation_config.json"),
+    "chat_template.jinja",
 )
 """Files that belong to a tokenizer.json, where they are."""
 

@@ -25,7 +25,7 @@ from oomb_jax.pallas_kernels.device import no_hopper
 from oomb_jax.pallas_kernels.matmul import products
 from oomb_jax.pallas_kernels.page_move import add_pages, fetch_pages, on_copy_stream, quantise, store_pages
 from oomb_jax.pallas_kernels.page_move.config import LINK_ADDERS, LINK_FETCHERS, PROGRAMS
-from oomb_jax.pallas_kernels.paged_attention import Inverted, by_page, paged_attention, paged_attention_vjp
+from oomb_jax.pallas_kernels.paged_attention import ByPage, by_page, paged_attention, paged_attention_vjp
 from oomb_jax.pools import LayerPools, Pools
 from oomb_jax.selection import Staging, attention_mass, stage
 from oomb_jax.sequence import Sequence, top_k
@@ -69,7 +69,7 @@ class Adding(NamedTuple):
 
     slots: Turnover
     """Where the gradients lie."""
-    queries: Inverted
+    by_page: ByPage
     """Which rows of queries chose each page."""
 
 
@@ -195,8 +195,8 @@ def for_adding(pools: Pools, group: Group, chunk: Chunk, slots: Staging) -> tupl
     held = group.held(pools)
     assert held.slots is not None
     turnover, after = turn_over(held.slots, chunk.first_page, chunk.rows, slots.pages)
-    queries = jax.vmap(lambda table: by_page(table, slots.pages.shape[1]))(slots.table)
-    return Adding(turnover, queries), group.update(pools, slots=after)
+    lists = functools.partial(by_page, P=slots.pages.shape[1], own=chunk.rows, heads=held.dk.shape[2])
+    return Adding(turnover, jax.vmap(lists)(slots.table)), group.update(pools, slots=after)
 
 
 def attention_vjp(
@@ -223,7 +223,7 @@ def attention_vjp(
     dk_pool, dv_pool = (None, None) if group.staged else (held.dk, held.dv)
     dq, dk, dv, *gradients = paged_attention_vjp(
         *(q, k, v, pages.k, pages.v, dk_pool, dv_pool, pages.layer, pages.table, o, lse, do),
-        by_page=None if adding is None else adding.queries,
+        by_page=None if adding is None else adding.by_page,
         rounding_key=None if group.staged else key,
         implementation=chunk.config.implementation,
         **pages.segments(chunk),

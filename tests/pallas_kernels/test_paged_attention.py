@@ -176,8 +176,10 @@ class Suite:
         table = x.forward[6]
         arguments = *x.forward[:5], x.dk_pool, x.dv_pool, *x.forward[5:], out, lse, x.d_out
         tables = jnp.stack([jnp.full_like(table, -1), table])
-        lists = jax.vmap(lambda table: by_page(table, x.dk_pool.shape[1]))(tables)
-        assert not np.array_equal(lists.pages[0], lists.pages[1])
+        _, P, M, S, _ = x.dk_pool.shape
+        own = -(-len(x.forward[0]) // S)
+        lists = jax.vmap(lambda table: by_page(table, P, own=own, heads=M))(tables)
+        assert not np.array_equal(lists.queries.pages[0], lists.queries.pages[1])
         expected = self.backward(*arguments, **x.masks)
         for given, same in (1, True), (0, False):
             results = self.backward(*arguments, **x.masks, by_page=jax.tree.map(lambda a, given=given: a[given], lists))
@@ -349,12 +351,38 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="dk_pool and dv_pool go together"):
         paged_attention_vjp(q, k_new, v_new, k_pool, v_pool, x.dk_pool, None, layer, table, q, q[:, :, 0].T, q)
     gradients = q, k_new, v_new, k_pool, v_pool, x.dk_pool, x.dv_pool, layer, table, q, q[:, :, 0].T, q
-    with pytest.raises(ValueError, match=r"by_page: \(1, 3\) pages, the table's are \(1, 8\): use by_page\(table, P\)"):
-        paged_attention_vjp(*gradients, by_page=by_page(table[:, :3], k_pool.shape[1]))
+    own = -(-len(q) // k_pool.shape[3])
+    with pytest.raises(ValueError, match=r"by_page: \(1, 3\) pages and \(\d+,\) .* are \(1, 8\) and"):
+        paged_attention_vjp(*gradients, by_page=by_page(table[:, :3], k_pool.shape[1], own=own, heads=2))
+    with pytest.raises(
+        ValueError, match=r"by_page: \(1, 8\) pages and \(\d+,\) .* are \(1, 8\) and \(\d+,\): use by_page"
+    ):
+        paged_attention_vjp(*gradients, by_page=by_page(table, k_pool.shape[1], own=own + 1, heads=2))
     with pytest.raises(ValueError, match="window of 0 tokens"):
         paged_attention(*x.forward, window=Window(0, 16, jnp.zeros(k_pool.shape[1], jnp.int32)))
     with pytest.raises(NotImplementedError, match="'mosaic': queries of float32"):
         paged_attention(*x.forward, implementation="mosaic")
+
+
+@pytest.mark.parametrize("heads_share", [True, False])
+def test_the_largest_pieces_of_work_come_first(heads_share):
+    rng = np.random.default_rng(0)
+    R, M, K, P, own = 4, 2, 6, 16, 8
+    table = rng.permuted(np.tile(np.arange(P), (R, M, 1)), axis=2)[..., :K].astype(np.int32)
+    table[0, 0, 2:] = -1
+    if heads_share:
+        table = table[:, 0]
+    queries, order = by_page(jnp.asarray(table), P, own=own, heads=M)
+    U = queries.pages.shape[1]
+    per_head = table[:, None].repeat(M, 1) if heads_share else table
+    work = []
+    for head in range(M):
+        pages = np.asarray(queries.pages)[0 if heads_share else head]
+        # Of a chunk of 8 pages each row has the queries of two.
+        work += [2 * (per_head[:, head] == page).sum() if page >= 0 else 0 for page in pages]
+        work += [own - page for page in range(own)]
+    assert len(work) == M * (U + own)
+    assert order.tolist() == sorted(range(len(work)), key=lambda i: -work[i])
 
 
 def test_kernels_run_where_they_can_and_it_is_told_once(monkeypatch, caplog):

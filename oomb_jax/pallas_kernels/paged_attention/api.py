@@ -1,5 +1,6 @@
 """The operation as users call it: arguments, checks and the choice of an implementation."""
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from oomb_jax.pallas_kernels.device import choose, no_hopper
 from oomb_jax.pallas_kernels.paged_attention import reference
 from oomb_jax.pallas_kernels.paged_attention.config import unsupported, unsupported_gradients
-from oomb_jax.pallas_kernels.paged_attention.page_lists import Inverted
+from oomb_jax.pallas_kernels.paged_attention.page_lists import ByPage
 from oomb_jax.pallas_kernels.paged_attention.page_lists import by_page as by_page_of
 from oomb_jax.pallas_kernels.paged_attention.triton_config import unsupported_triton
 from oomb_jax.shapes import accumulator, iota
@@ -126,7 +127,7 @@ def paged_attention_vjp(
     pool_segments: PoolSegments | None = None,
     page_lengths: PageLengths | None = None,
     window: Window | None = None,
-    by_page: Inverted | None = None,
+    by_page: ByPage | None = None,
     rounding_key: PRNGKeyArray | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Chunk, ChunkKV, ChunkKV, Pool, Pool]:
@@ -141,7 +142,7 @@ def paged_attention_vjp(
         elsewhere, and there is no rounding.
       out, lse: results of `paged_attention` for the same arguments.
       d_out: gradient of out.
-      by_page: `by_page(table, P)`, where it was made before; None: made here.
+      by_page: `by_page(table, P, own=pages of the chunk, heads=M)`, where it was made before; None: made here.
       rounding_key: rounds stochastically where the gradient pools are bfloat16, with a mean of the sum; each
         implementation draws bits of its own. None: to nearest.
 
@@ -150,8 +151,13 @@ def paged_attention_vjp(
       (float64); the two gradient pools.
     """
     _check(q, k_new, k_pool, table, q_segments, pool_segments, window)
-    if by_page is not None and (expected := _places(table, k_pool)) != by_page.pages.shape:
-        raise ValueError(f"by_page: {by_page.pages.shape} pages, the table's are {expected}: use by_page(table, P)")
+    if by_page is not None and (expected := _shapes(table, k_pool, k_new)) != jax.tree.map(jnp.shape, by_page):
+        pages, order = by_page.queries.pages.shape, by_page.order.shape
+        places, programs = expected.queries.pages, expected.order
+        raise ValueError(
+            f"by_page: {pages} pages and {order} pieces of work, the table's are {places} and {programs}: use "
+            f"by_page(table, P, own=pages of the chunk, heads=M)"
+        )
     if (dk_pool is None) != (dv_pool is None):
         raise ValueError("dk_pool and dv_pool go together: give both, or None for both")
     tensors = q, k_new, v_new, k_pool, v_pool
@@ -200,8 +206,11 @@ def _segments(q, k_pool, q_segments, pool_segments, page_lengths):
     return {"q_segments": q_segments, "pool_segments": pool_segments}
 
 
-def _places(table, k_pool) -> tuple[int, ...]:
-    return jax.eval_shape(lambda table: by_page_of(table, k_pool.shape[1]), table).pages.shape
+def _shapes(table, k_pool, k_new) -> ByPage:
+    """Those of what `by_page` makes."""
+    _, P, M, S, _ = k_pool.shape
+    make = functools.partial(by_page_of, P=P, own=-(-len(k_new) // S), heads=M)
+    return jax.tree.map(jnp.shape, jax.eval_shape(make, table))
 
 
 def _check(q, k_new, k_pool, table, q_segments, pool_segments, window) -> None:

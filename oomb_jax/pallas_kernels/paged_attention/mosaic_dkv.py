@@ -29,7 +29,7 @@ from oomb_jax.pallas_kernels.mosaic_tools import (
 )
 from oomb_jax.pallas_kernels.paged_attention.config import tiles
 from oomb_jax.pallas_kernels.paged_attention.mosaic import flat
-from oomb_jax.pallas_kernels.paged_attention.page_lists import Inverted
+from oomb_jax.pallas_kernels.paged_attention.page_lists import ByPage
 from oomb_jax.pallas_kernels.rounding import random_bits, stochastic_round
 from oomb_jax.shapes import iota
 
@@ -44,7 +44,7 @@ def key_gradients(
     k_pool,
     v_pool,
     layer,
-    inverted: Inverted,
+    by_page: ByPage,
     dk_pool,
     dv_pool,
     *,
@@ -57,9 +57,10 @@ def key_gradients(
     """dk_new and dv_new; adds to dk_pool and dv_pool, references to flat pools. Where these are None, they are results
     too: float32, flat, with nothing but this chunk's share.
 
-    inverted: the table seen from the pages. R: its rows. words: a random uint32 for each of the pools, where bfloat16
+    by_page: the table seen from the pages. R: its rows. words: a random uint32 for each of the pools, where bfloat16
     is rounded to stochastically.
     """
+    inverted, order = by_page
     _, P, M, S, H = k_pool.shape
     C, N, _ = q.shape
     G, (m, U) = N // M, inverted.pages.shape
@@ -268,20 +269,9 @@ def key_gradients(
         interpret=interpret,
     )(
         *(q, d_out, lse2, delta, k_new, v_new, flat(k_pool), flat(v_pool), layer.reshape(1)),
-        *(iota(ROWS), _longest_first(inverted.number * per_row, own_steps(iota(own)), M)),
+        *(iota(ROWS), order),
         *(inverted.pages.reshape(-1), inverted.first.reshape(-1), inverted.number.reshape(-1), inverted.rows),
         *((pool_segments, q_segments) if segmented else ()),
         *([] if words is None else [words]),
         *(() if fresh else (dk_pool, dv_pool)),
     )
-
-
-def _longest_first(list_steps, own_steps, M: int):
-    """The order of programs; number head * (U + own) + i is that of list i, then those of the chunk's own pages.
-
-    Of equals those of one head come together: its queries stay in the cache.
-    """
-    U, own = list_steps.shape[1], own_steps.shape[0]
-    listed, own_pages = jnp.broadcast_to(list_steps, (M, U)), jnp.broadcast_to(own_steps[None], (M, own))
-    steps = jnp.concatenate([listed, own_pages], axis=1).reshape(-1)
-    return jnp.argsort(steps, stable=True, descending=True).astype(jnp.int32)

@@ -19,7 +19,7 @@ from oomb_jax.pallas_kernels.mosaic_tools import LOG2E
 from oomb_jax.pallas_kernels.paged_attention.mosaic import fill_page, flat, key_arguments
 from oomb_jax.pallas_kernels.paged_attention.mosaic_dkv import key_gradients
 from oomb_jax.pallas_kernels.paged_attention.mosaic_dq import query_gradient
-from oomb_jax.pallas_kernels.paged_attention.page_lists import by_page as inverted
+from oomb_jax.pallas_kernels.paged_attention.page_lists import by_page as by_page_of
 
 
 def backward(
@@ -52,7 +52,8 @@ def backward(
     keys = key_arguments(k_new, v_new, k_pool, v_pool, layer, table, q_segments, pool_segments)
     dq = query_gradient(k_pool.shape, q, d_out, lse2, delta, *keys, rows=table.shape[0], interpret=interpret)
     tensors = q, d_out, lse2, delta, k_new, v_new
-    by_page = inverted(table, k_pool.shape[1]) if by_page is None else by_page
+    if by_page is None:
+        by_page = by_page_of(table, k_pool.shape[1], own=len(k_new) // S, heads=k_pool.shape[2])
     rest = k_pool, v_pool, layer, by_page
     options = {"q_segments": q_segments, "pool_segments": pool_segments, "R": table.shape[0], "interpret": interpret}
     if dk_pool is None:

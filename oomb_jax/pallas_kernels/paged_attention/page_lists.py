@@ -74,6 +74,29 @@ def invert(lists: Int[Array, "R m K"], P: int) -> Inverted:
     return Inverted(pages, first + R * K * iota(m)[:, None], number, rows.reshape(-1))
 
 
-def by_page(table: Int[Array, "R *M K"], P: int) -> Inverted:
-    """The rows of a table by the pages that they name, of P pages."""
-    return invert(by_head(table), P)
+class ByPage(NamedTuple):
+    """What is made of a table alone and the backward pass needs."""
+
+    queries: Inverted
+    order: Int[Array, " M*(U+own)"]
+    """Pieces of work on keys, the largest first: head * (U + own) + i is that on entry i of `queries.pages`, then come
+    the chunk's own pages."""
+
+
+def by_page(table: Int[Array, "R *M K"], P: int, *, own: int, heads: int) -> ByPage:
+    """The rows of a table by the pages that they name.
+
+    Args:
+      table: of a chunk.
+      P: pages of the pool.
+      own: pages of the chunk.
+      heads: M, key/value heads.
+    """
+    queries, R = invert(by_head(table), P), len(table)
+    # Rows that see a page, each as many queries as `own` R-ths of a page has: all that name it; of the chunk's own
+    # pages those from it on.
+    rows = jnp.broadcast_to(queries.number * own, (heads, queries.number.shape[1]))
+    own_rows = jnp.broadcast_to(R * (own - iota(own)), (heads, own))
+    # Of equals those of one head come together: its queries stay in the cache.
+    work = jnp.concatenate([rows, own_rows], axis=1).reshape(-1)
+    return ByPage(queries, jnp.argsort(work, stable=True, descending=True).astype(jnp.int32))

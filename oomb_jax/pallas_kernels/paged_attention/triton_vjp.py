@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from oomb_jax.pallas_kernels.paged_attention.page_lists import by_page as inverted
+from oomb_jax.pallas_kernels.paged_attention.page_lists import by_head, invert
 from oomb_jax.pallas_kernels.paged_attention.triton import (
     LOG2E,
     constants,
@@ -56,8 +56,8 @@ def backward(
     tile = tiles(**shapes, compute_capability=compute_capability)
     options = {"segmented": q_segments is not None, "compute_capability": compute_capability}
     dq = query_gradient(*queries, *keys, layer, table, pages, *segments, **options, tile=tile.dq)
-    by_page = inverted(table, k_pool.shape[1]) if by_page is None else by_page
-    lists = (x.reshape(-1) for x in by_page)
+    inverted = invert(by_head(table), k_pool.shape[1]) if by_page is None else by_page.queries
+    lists = (x.reshape(-1) for x in inverted)
     dk_new, dv_new, dk_pool, dv_pool = key_gradients(
         *(*queries, *keys, layer, *lists, *segments, dk_pool, dv_pool),
         **options,

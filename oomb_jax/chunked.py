@@ -249,17 +249,25 @@ def _layers_recompute(
     which that pass begins, where they are fetched."""
     remat = _remat(chunk.config)
 
+    def keeping(group, part, *arguments):
+        """What the part gives, and its vector-Jacobian product. Gradients are added to pools on the way back alone."""
+        with group.products(chunk.config, adding=True):
+            result, vjp = jax.vjp(remat(part), *arguments, saveable_args=False)
+        # Where all is computed again on the way back, nothing is kept of that result: it falls away for one that leaves
+        # multiprocessors to fetches alone.
+        return part(*arguments) if chunk.config.remat == "full" else result, vjp
+
     def body(group, l, carry, turn):
         h, came = carry
         # What is fetched here comes into a buffer that the layer before has read from.
         h, turn = lax.optimization_barrier((h, turn))
         layer = layer_at(layers, l)
         here, ahead = here_and_ahead(pools, group, chunk, l, came, turn)
-        inputs = remat(lambda layer, h: layer.attention_inputs(h, chunk.positions))
-        (q, k, v), inputs_vjp = jax.vjp(inputs, layer, h, saveable_args=False)
+        inputs = lambda layer, h: layer.attention_inputs(h, chunk.positions)
+        (q, k, v), inputs_vjp = keeping(group, inputs, layer, h)
         o, lse = attention(chunk, here, q, k, v)
-        output = remat(lambda layer, h, o: layer.attention_output(h, o))
-        result, output_vjp = jax.vjp(output, layer, h, o, saveable_args=False)
+        output = lambda layer, h, o: layer.attention_output(h, o)
+        result, output_vjp = keeping(group, output, layer, h, o)
         # Without the barrier XLA fuses a kernel with the write of its result into the stack, and where that result has
         # another use runs the kernel a second time for it. The fetch may take as long as the layer computes: it ends
         # here, and XLA begins it early only if that write is not under way in the meantime.
@@ -275,7 +283,7 @@ def _layers_recompute(
         first, turns = upwards(wanted, again=group is found[-1])
         step = functools.partial(body, group)
         carry, n = (h, fetch(pools, group, first)), group.stop - group.start
-        with group.products(chunk.config, adding=True):
+        with group.products(chunk.config):
             (h, last), saved = go_up(step, jnp.int32(group.start), carry, turns, n, pairs=group.staged)
         kept.append(_KeptGroup(group, wanted, saved))
     return h, kept, last

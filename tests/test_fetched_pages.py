@@ -1,6 +1,8 @@
 """Layers whose pages are fetched, as those in host memory: the gradients of pages that are read where they lie."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 
 import oomb_jax
 from oomb_jax import placement
+from oomb_jax.pallas_kernels.matmul import api as matmul_api
 from tests.gradients import gradient_error, poison, random_batch, random_model
 
 step = jax.jit(oomb_jax.value_and_grad, static_argnames="config", donate_argnames="pools")
@@ -47,3 +50,30 @@ def test_pages_at_hand_are_found():
     nothing = jnp.zeros((1, 5, 1, 1, 1))
     at_hand = placement.Pages(nothing, nothing, jnp.int32(0), jnp.zeros((1, 1), jnp.int32), ids)
     assert placement._among(at_hand, wanted, 8).tolist() == [-1, 1, 2, -1, -1, -1]
+
+
+@pytest.mark.parametrize(("remat", "recompute"), [("full", {4}), ("dots", {12})])
+def test_products_leave_room_for_the_movers_that_are_at_work(monkeypatch, remat, recompute):
+    def product(a, b, setting, **transposed):
+        with jax.named_scope(f"spares_{setting.spare}"):
+            return matmul_api.reference(a, b, **transposed)
+
+    # As on a Hopper GPU, but for the kernel itself.
+    monkeypatch.setattr(matmul_api, "_product", product)
+    for module in matmul_api, placement:
+        monkeypatch.setattr(module, "no_hopper", lambda: None)
+    for name in "_too_small", "unsupported":
+        monkeypatch.setattr(matmul_api, name, lambda *_: None)
+    model = oomb_jax.models.create("tiny", key=jax.random.key(0))
+    attention = oomb_jax.TopK(pages=1)
+    config = oomb_jax.Config(
+        page=8, chunk=16, attention=attention, hbm_layers=0, remat=remat, implementation="reference"
+    )
+    tokens = jnp.zeros(80, jnp.int32)
+    step = jax.jit(functools.partial(oomb_jax.value_and_grad, config=config))
+    text = step.lower(model, oomb_jax.create_pools(model, 80, config), tokens, tokens).compile().as_text()
+    assert text is not None
+    spared = {}
+    for scope, spare in re.findall(r'op_name="[^"]*/(fill|recompute|backward)/[^"]*spares_(\d+)', text):
+        spared.setdefault(scope, set()).add(int(spare))
+    assert spared == {"fill": {4}, "recompute": recompute, "backward": {12}}

@@ -14,9 +14,10 @@ such a model or of trained weights on text. The figures are added to those that 
 can be measured in parts.
 
 `--compare pools`: |narrow - wide| / |wide| of a Top-K step of the first of `--budgets`. Wide: keys and values in the
-model's dtype, their gradients and those of the weights in float32, all pools on the device. Narrow: what `--kv-dtype`,
-`--kv-grad-dtype`, `--grad-dtype`, `--hbm-layers` and `--remat` say, by default what four million tokens of a 7B model
-take. Once with the pages that each step chooses, where rounding tips near ties, and once with the same pages for both.
+model's dtype, their gradients and those of the weights in float32, all pools on the device. Narrow: what
+`--kv-dtype`, `--kv-grad-dtype`, `--grad-dtype`, `--hbm-layers` and `--remat` say, by default the dtypes that four
+million tokens of a 7B model take, and the pools of one layer on the device. Once with the pages that each step
+chooses, where rounding tips near ties, and once with the same pages for both.
 """
 
 import dataclasses

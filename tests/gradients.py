@@ -75,3 +75,17 @@ def errors_by_tensor(grads, expected, scale, directory) -> list[float]:
     wide = lambda x: np.asarray(x, np.float64)
     norm = np.linalg.norm
     return [float(norm(scale * wide(actual[k]) - wide(want)) / norm(wide(want))) for k, want in expected.items()]
+
+
+def most_held(selection) -> list[int]:
+    """`gradient_slots.most_at_once`, counted chunk by chunk."""
+    n, L, rows = selection.shape[:3]
+    found = []
+    for layer in range(L):
+        held, count = set(), []
+        for c in reversed(range(n)):
+            held -= set(range(c * rows, (c + 1) * rows))
+            held |= {int(page) for page in selection[c, layer].ravel() if page >= 0}
+            count.append(len(held))
+        found.append(max(count))
+    return found

@@ -10,23 +10,9 @@ import pytest
 import oomb_jax
 from oomb_jax.gradient_slots import all_free, most_at_once, turn_over
 from oomb_jax.pools import check_pools
-from tests.gradients import gradient_error, poison, random_batch, random_model
+from tests.gradients import gradient_error, most_held, poison, random_batch, random_model
 
 step = jax.jit(oomb_jax.value_and_grad, static_argnames="config", donate_argnames="pools")
-
-
-def most(selection):
-    """`most_at_once`, counted chunk by chunk."""
-    n, L, rows = selection.shape[:3]
-    found = []
-    for layer in range(L):
-        held, count = set(), []
-        for c in reversed(range(n)):
-            held -= set(range(c * rows, (c + 1) * rows))
-            held |= {int(page) for page in selection[c, layer].ravel() if page >= 0}
-            count.append(len(held))
-        found.append(max(count))
-    return found
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -36,7 +22,7 @@ def test_the_most_at_once_is_counted(seed):
     selection = np.full((n, L, rows, K), -1)
     for c in range(1, n):
         selection[c] = rng.integers(-1, c * rows, selection[c].shape)
-    assert list(most_at_once(jnp.asarray(selection, jnp.int32))) == most(selection)
+    assert list(most_at_once(jnp.asarray(selection, jnp.int32))) == most_held(selection)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -49,7 +35,7 @@ def test_no_two_pages_have_one_slot(seed):
         wanted[c, 0, 0, : len(pages)] = pages
     table = np.full((n, 1, rows, n * rows), -1)
     table[:, :, :1] = wanted
-    room = most(table)[0]
+    room = most_held(table)[0]
     slots, had = all_free(2, n * rows, room), {}
     for c in reversed(range(n)):
         own = [had.pop(page, -1) for page in range(c * rows, (c + 1) * rows)]
@@ -103,7 +89,7 @@ def test_few_slots_give_the_same_gradients_and_too_few_nan(seed):
     segments = None if batch.segments is None else batch.segments[:1]
     first = step(model, pools, *(x[:1] for x in arguments), config, segments)
     staged = slice(config.hbm_layers if config.kv_dtype is None else 0, None)
-    room = max(max(most(np.asarray(x.selection)[:used, staged])) for x in (pools_after, first[2]))
+    room = max(max(most_held(np.asarray(x.selection)[:used, staged])) for x in (pools_after, first[2]))
     assert 1 < room < used * rows
     for missing in (0, 1):
         few = dataclasses.replace(config, kv_grad_pages=room - missing)

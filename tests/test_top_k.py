@@ -10,7 +10,7 @@ import pytest
 import oomb_jax
 from oomb_jax.selection import statistics
 from oomb_jax.sequence import top_k
-from tests.gradients import gradient_error, poison, random_batch, random_model
+from tests.gradients import gradient_error, most_held, poison, random_batch, random_model
 from tests.tolerance import F64_GRADIENT
 
 step = jax.jit(oomb_jax.value_and_grad, static_argnames="config", donate_argnames="pools")
@@ -56,16 +56,6 @@ def by_layer(selection):
     return jnp.moveaxis(selection, 1, 0).reshape(selection.shape[1], -1, *selection.shape[3:])
 
 
-def gradients_at_once(tables) -> int:
-    """The most pages of a layer that hold a gradient at one time, chunk by chunk as the reverse pass goes."""
-    held, most, rows = set(), 0, tables.shape[1]
-    for c in reversed(range(len(tables))):
-        held -= set(range(c * rows, (c + 1) * rows))
-        held |= set(tables[c][tables[c] >= 0].tolist())
-        most = max(most, len(held))
-    return most
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_gradients_equal_masked_full_attention(seed):
     with jax.enable_x64(True):
@@ -89,7 +79,7 @@ def test_gradients_equal_masked_full_attention(seed):
         assert 0 < told["recall"] <= 1
         assert 0 < told["attention_share"] <= 1
         tables = np.asarray(pools.selection[: -(-T // x.config.chunk)])
-        assert told["gradient_pages"] == max(map(gradients_at_once, tables.swapaxes(0, 1)))
+        assert told["gradient_pages"] == max(most_held(tables))
         by_token, _ = losses(x.model, poison(oomb_jax.create_pools(x.model, T, x.config, gradients=False)), *arguments)
         mean = by_token.sum() / int((x.labels != -100).sum())
         np.testing.assert_allclose(mean, expected_loss, rtol=F64_GRADIENT)

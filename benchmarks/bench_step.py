@@ -172,7 +172,7 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
         "seconds": round(seconds, 4),
         "tokens_per_second": round(context / seconds, 1),
         "share_of_peak": round(flops / seconds / peak, 4) if peak else None,
-        "memory_gib": round((device.memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB, 2),
+        "memory_gib": round((device.memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB, 4),
         "compile_seconds": round(compiled_in, 1),
         "device": device.device_kind,
         "jax": jax.__version__,
@@ -261,7 +261,7 @@ def draw(records: list[dict[str, Any]]) -> Figure:
             one.plot([r["context"] for r in line], [r[key] for r in line], **style)
     for one, title in (left, "tokens per second"), (right, "peak memory (GiB)"):
         one.set_xscale("log", base=2)
-        one.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:.0f}K")
+        one.xaxis.set_major_formatter(lambda x, _: f"{x / 2**20:.0f}M" if x >= 2**20 else f"{x / 2**10:.0f}K")
         one.yaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
         one.set_ylim(bottom=0)
         one.set_xlabel("tokens in the sequence")

@@ -241,7 +241,7 @@ def attention_vjp(
         add_to = functools.partial(add, programs=group.movers.add, rounding_key=key)
         taken, fresh = adding.slots.taken, adding.slots.fresh
         dk_pool, dv_pool = (
-            add_to(pool, layer, taken, more[0], fresh, pages.ids, word=word)
+            add_to(pool, layer, taken, more[0].astype(accumulator(pool.dtype)), fresh, pages.ids, word=word)
             for word, (pool, more) in enumerate(((held.dk, gradients[0]), (held.dv, gradients[1])))
         )
         pools = group.update(pools, dk=dk_pool, dv=dv_pool)

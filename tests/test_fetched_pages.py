@@ -45,6 +45,24 @@ def test_they_give_the_same_gradients(scope, segments, layers, rows, monkeypatch
         np.testing.assert_array_equal(other_pools.selection[:used], pools.selection[:used])
 
 
+def test_a_float64_model_may_have_narrow_sums():
+    rng = np.random.default_rng(0)
+    with jax.enable_x64():
+        model = random_model(rng, layers=3, kv_heads=2, dtype=jnp.float64)
+        attention = oomb_jax.TopK(pages=2)
+        config = oomb_jax.Config(attention=attention, page=8, chunk=16, kv_grad_dtype="bfloat16")
+        tokens = random_batch(rng, (1, 100), segments=False).tokens
+        found = []
+        for hbm_layers in None, 0:
+            config = dataclasses.replace(config, hbm_layers=hbm_layers)
+            pools = oomb_jax.create_pools(model, 120, config)
+            found.append(jax.tree.map(np.asarray, step(model, pools, tokens, tokens, config)[:2]))
+    (loss, grads), (fetched_loss, fetched_grads) = found
+    assert abs(fetched_loss - loss) < 1e-12
+    # Sums of float64 and of float32, each rounded to bfloat16: seldom to different ones, which are 2**-8 apart.
+    assert gradient_error(fetched_grads, grads)[0] < 2**-8
+
+
 def test_pages_at_hand_are_found():
     ids, wanted = jnp.asarray([2, 5, 6, -1, -1], jnp.int32), jnp.asarray([0, 5, 6, 7, -1, -1], jnp.int32)
     nothing = jnp.zeros((1, 5, 1, 1, 1))

@@ -19,17 +19,17 @@ import oomb_jax
 from oomb_jax import chunked, models, plan
 from oomb_jax.chunk import Chunk
 from oomb_jax.plan import machine
-from oomb_jax.plan.machine import DEVICES, GIB, Machine, for_pools, named
+from oomb_jax.plan.machine import DEVICES, GIB, Machine, for_pools, named, process
 from oomb_jax.selection import TopK
 from oomb_jax.sequence import cut
-from oomb_jax.train import setup
+from oomb_jax.train import plan_report, setup
 from oomb_jax.train.__main__ import USAGE, main, parse
 from oomb_jax.train.compiled import pool_copies
 from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.optimizer import OptimizerConfig, build
 from oomb_jax.train.plan import alternatives, decide, longest_context
 from oomb_jax.train.step import Memory, compile_step
-from tests.tolerance import PLANNED_TIME
+from tests.tolerance import PLANNED_BYTES, PLANNED_TIME
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "step.json"
 
@@ -113,6 +113,12 @@ def test_times_are_those_that_were_measured():
         job = plan.Job(model=models.abstract(record["model"]), config=config, ctx=record["context"])
         seconds = plan.estimate(job, DEVICES["h200"], record.get("distinct_pages")).total
         assert abs(seconds / record["seconds"] - 1) < PLANNED_TIME, (record, seconds)
+
+
+def test_a_process_takes_what_was_measured():
+    # Pools in host memory and the process's peak, GiB (benchmarks/results/qwen2.5-*).
+    for pools, taken in (0, 5.0), (16, 22.4), (54, 62.8), (220, 234.1):
+        assert abs((pools * GIB + process(pools * GIB)) / (taken * GIB) - 1) < PLANNED_BYTES
 
 
 def run(machine=None, **settings):
@@ -212,10 +218,20 @@ def test_a_plan_tells_bytes_and_seconds_and_starts_no_device():
     assert told["model"] == "qwen2.5-7b"
     assert told["hbm"]["selection"] > 4 * 2**22 // 128 * 28 * 64
     assert told["hbm_layers"] == 0
+    assert re.match(r"what fits: ctx=\d+ at most", told["advice"])
     assert told["host"]["total"] == sum(told["host"].values()) - told["host"]["total"]
     assert told["hbm"]["total"] >= told["hbm"]["weights"] + told["hbm"]["activations"] > 2e10
     assert told["time"]["total"] == pytest.approx(sum(told["time"].values()) - told["time"]["total"])
-    assert told["limits"]["host"] == for_pools(128 * GIB)
+    pools, pinned = for_pools(128 * GIB), told["host"]["kv"] + told["host"]["kv_gradients"]
+    assert told["limits"]["host"] == pools + process(pools)
+    assert told["host"]["process"] == process(pinned)
+
+
+def test_a_plan_for_a_computer_without_a_gpu_says_how_to_plan_for_one(capsys, monkeypatch):
+    small = Machine(described="small", platform="cpu", device=None, hbm=2**30, host=0)
+    monkeypatch.setattr(plan_report, "this", lambda *_: small)
+    assert main(["--ctx", "4194304", "--plan"]) == 0
+    assert "--plan --device h200" in capsys.readouterr().out
 
 
 def test_plan_flags_need_a_plan(capsys):

@@ -41,7 +41,7 @@ def method_config(source: str | os.PathLike[str] | dict[str, Any]) -> tuple[Conf
       source: a JSON file such as its `test_efficiency/config_blockwise_sparse.json`, or what such a file holds.
 
     Returns:
-      The settings, and a line for each key that has no setting of the same meaning here.
+      The settings, and a line for each key that has no setting of just the same meaning here.
 
     Raises:
       ValueError: an unknown method or key, a missing key, or a value that does not fit.
@@ -80,15 +80,16 @@ def _config(raw: dict[str, Any]) -> tuple[Config, tuple[str, ...]]:
     settings["attention"] = TopK(pages=_count(raw, "page_budget")) if sparse else Dense()
     notes = []
     if raw["cpu_offload"] is not None:
+        settings["hbm_layers"] = _count(raw, "cpu_offload")
         notes.append(
-            f"cpu_offload={_count(raw, 'cpu_offload')}: there the pools of so many layers are in GPU memory and the "
-            "others in host memory; here all pools stay in GPU memory, with the same gradient"
+            f"cpu_offload={raw['cpu_offload']}: there so many layers are in GPU memory at a time, the one at work and "
+            f"those after it; here the first {raw['cpu_offload']} are, all the time (hbm_layers)"
         )
     if raw.get("visualize") is not None:
         layer = _count(raw, "visualize", least=0)
         notes.append(
-            f"visualize={layer}: there a picture of the pages that layer {layer} chose; here they are an array, "
-            f"pools.selection[:, {layer}] after a step"
+            f"visualize={layer}: there a picture of the pages that layer {layer} chose; here python -m oomb_jax.show "
+            f"selection draws it, and the pages are an array, pools.selection[:, {layer}] after a step"
         )
     if kernels := sorted(given & _BACKEND):
         notes.append(f"{', '.join(kernels)}: there they choose among exact kernels, whose result is the same")

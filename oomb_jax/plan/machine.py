@@ -17,6 +17,10 @@ SYSTEM, BESIDE_PINNED = 10 * GIB, 0.07
 On one H200 a process with pools of 16 GiB on the host took 22.4, one of 54 took 62.8, one of 220 took 234.1, and one
 of 232 needed more than the 251.8 that there were. A process that takes more is killed without a word."""
 
+PROCESS, OF_PINNED = 5 * GIB, 0.04
+"""Of these what a training process takes, by the same runs and one without pools on the host: 5.0 GiB, and for each
+byte that is pinned. The rest goes to the system and the driver."""
+
 SHARE = 0.95
 """Of a GPU's memory that the program lets JAX take (XLA_PYTHON_CLIENT_MEM_FRACTION); the rest is the driver's."""
 
@@ -125,7 +129,7 @@ class Machine:
     hbm: int
     """Bytes that a run may allocate on the device. Where it has none of its own, all there are."""
     host: int
-    """Bytes of host memory that a run may take; 0 where the two are one."""
+    """Bytes of host memory that pools and checkpoints may take; 0 where the two are one."""
     disk: int | None = None
     """Bytes that the checkpoints of a run may take where it writes; None where that is not known."""
 
@@ -187,8 +191,13 @@ def this(platform: str = "auto", host_memory: int | float | None = None) -> Mach
 
 
 def for_pools(available: int | float) -> int:
-    """Of so many bytes of host memory, those that a run may take."""
+    """Of so many bytes of host memory, those that pools and checkpoints may take."""
     return max(0, int((available - SYSTEM) / (1 + BESIDE_PINNED)))
+
+
+def process(pinned: int) -> int:
+    """Bytes of host memory that a training process with a GPU takes beside so many of pools."""
+    return int(PROCESS + OF_PINNED * pinned)
 
 
 def disk_for(directory: Path) -> int:

@@ -15,6 +15,7 @@ from oomb_jax import models
 from oomb_jax.config import Config
 from oomb_jax.parts import layer_count
 from oomb_jax.plan import Bytes, Job, Machine, Seconds, account, estimate
+from oomb_jax.plan.machine import process
 from oomb_jax.sequence import chunk_length, top_k
 from oomb_jax.train.config import TrainConfig
 from oomb_jax.train.optimizer import OptimizerConfig, build
@@ -112,6 +113,20 @@ class Plan:
         if self.machine.platform == "cpu":
             return hbm + host <= self.machine.hbm
         return hbm <= self.machine.hbm and host <= self.machine.host
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Bytes of host memory by kind; with a GPU also those that the process takes beside pools and checkpoints."""
+        kinds = dict(self.bytes.host)
+        if self.machine.platform == "gpu":
+            kinds["process"] = process(self.pinned)
+        total = kinds.pop("total") + kinds.get("process", 0)
+        return kinds | {"total": total}
+
+    @property
+    def host_limit(self) -> int:
+        """Bytes of host memory that there are for all kinds of `host`."""
+        return self.machine.host + (process(self.machine.host) if self.machine.platform == "gpu" else 0)
 
     @property
     def pinned(self) -> int:

@@ -21,7 +21,7 @@ def as_json(plan: Plan, distinct: float | None = None) -> dict[str, Any]:
         "ctx": plan.settings.ctx,
         "machine": plan.machine.described,
         "hbm": plan.bytes.hbm,
-        "host": plan.bytes.host,
+        "host": plan.host,
         "hbm_peaks": plan.bytes.peaks,
         "disk": {
             "checkpoint": plan.bytes.checkpoint,
@@ -29,7 +29,7 @@ def as_json(plan: Plan, distinct: float | None = None) -> dict[str, Any]:
             "export": plan.exported,
             "total": plan.disk,
         },
-        "limits": {"hbm": plan.machine.hbm, "host": plan.machine.host, "disk": plan.machine.disk},
+        "limits": {"hbm": plan.machine.hbm, "host": plan.host_limit, "disk": plan.machine.disk},
         "hbm_layers": plan.config.hbm_layers,
         "time": None if seconds is None else seconds.phases | {"total": seconds.total},
         "time_measured": plan.machine.device is not None and plan.machine.device.measured,
@@ -38,6 +38,7 @@ def as_json(plan: Plan, distinct: float | None = None) -> dict[str, Any]:
         "distinct_pages": None if seconds is None else seconds.distinct,
         "largest_ctx": longest_context(plan),
         "alternatives": [] if plan.fits else list(alternatives(plan)),
+        "advice": None if plan.fits else ways(plan),
         "notes": list(plan.notes),
     }
 
@@ -59,9 +60,9 @@ def describe(plan: Plan, distinct: float | None = None) -> str:
             lines.append(_row(kind, *(f"{value / GIB:.2f}" if value else "" for value in values)))
     lines += [f"{'':<20} of {plan.machine.hbm / GIB:.1f}", ""]
     lines.append("host memory, GiB")
-    lines += [_row(kind, f"{value / GIB:.2f}") for kind, value in used.host.items() if value or kind == "total"]
+    lines += [_row(kind, f"{value / GIB:.2f}") for kind, value in plan.host.items() if value or kind == "total"]
     if plan.machine.platform == "gpu":
-        lines.append(f"{'':<20} of {plan.machine.host / GIB:.1f}, {_placement(plan)}")
+        lines.append(f"{'':<20} of {plan.host_limit / GIB:.1f}, {_placement(plan)}")
     if plan.disk:
         room = "" if plan.machine.disk is None else f" of {plan.machine.disk / GIB:.1f}"
         each = {"checkpoint": plan.bytes.checkpoint, "exported model": plan.exported}
@@ -74,6 +75,8 @@ def describe(plan: Plan, distinct: float | None = None) -> str:
         lines.append(f"fits; the largest context that does with these settings is {longest_context(plan):,}")
     else:
         lines.append(f"does not fit; {ways(plan)}")
+        if plan.machine.platform == "cpu":
+            lines.append("for a GPU that is not here: --plan --device h200")
     return "\n".join(lines)
 
 
@@ -118,7 +121,7 @@ def summary(plan: Plan) -> str:
     """The plan in a line, for people."""
     told = f"{gib(plan.bytes.hbm['total'])} of {gib(plan.machine.hbm)} on the device"
     if plan.machine.platform == "gpu":
-        told += f", {gib(plan.bytes.host['total'])} of {gib(plan.machine.host)} in host memory, {_placement(plan)}"
+        told += f", {gib(plan.host['total'])} of {gib(plan.host_limit)} in host memory, {_placement(plan)}"
     seconds = plan.seconds()
     return told if seconds is None else f"{told}; about {seconds.total:,.1f} s a step"
 

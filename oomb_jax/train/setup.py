@@ -118,7 +118,7 @@ def limit_pinned_memory(planned: Plan) -> None:
         return
     needed = pinned_limit(planned)
     given = os.environ.setdefault(PINNED, str(needed))
-    if int(given) < needed:
+    if float(given) < needed:
         raise ValueError(f"{PINNED}={given}: the pools in host memory take {needed}; leave it unset, or raise it")
 
 

@@ -18,7 +18,7 @@ def test_settings_are_mapped():
     assert "in chunks here" in note
     assert method_config(CHUNKED) == (Config(chunk=512, page=64, attention=Dense(), remat="none"), ())
     sparse, notes = method_config(SPARSE | {"grad_ckpt": True, "cpu_offload": 3, "visualize": 0})
-    assert sparse == Config(chunk=512, page=64, attention=TopK(pages=7), remat="full")
+    assert sparse == Config(chunk=512, page=64, attention=TopK(pages=7), remat="full", hbm_layers=3)
     assert [note.split(":")[0] for note in notes] == ["cpu_offload=3", "visualize=0"]
     assert method_config(SPARSE | {"visualize": None})[1] == ()
     backend = {"attention_backend": "paged", "attention_kv_block_size": 128}
@@ -57,7 +57,7 @@ def test_command_prints_the_config(tmp_path, capsys):
     assert main(["config", str(file)]) == 0
     note, printed = capsys.readouterr().out.splitlines()
     assert note.startswith("note: cpu_offload=2: ")
-    assert eval(printed, {"Config": Config, "TopK": TopK}) == method_config(SPARSE)[0]
+    assert eval(printed, {"Config": Config, "TopK": TopK}) == method_config(SPARSE | {"cpu_offload": 2})[0]
     for text in ("{", "[1]", json.dumps(SPARSE | {"page": 1})):
         file.write_text(text)
         assert main(["config", str(file)]) == 2

@@ -352,6 +352,39 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(te
     assert "step 2: the gradient's norm is nan; stopped; saved at step 1" in capsys.readouterr().out
 
 
+def exhausted(*_, **__):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5 bytes.\nmore")
+
+
+def short(*_):
+    raise MemoryError
+
+
+@pytest.mark.parametrize(("failure", "reason"), [(exhausted, "RESOURCE_EXHAUSTED: Out of"), (short, "MemoryError;")])
+def test_no_memory_at_the_start_is_told_in_one_line(text, tmp_path, capsys, monkeypatch, failure, reason):
+    monkeypatch.setattr(loop, "create_pools", failure)
+    assert main(flags(text, tmp_path / "run")) == USAGE
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"error: {reason}")
+    assert "the run did not begin" in line
+    assert not (tmp_path / "run" / "settings.json").exists()
+
+
+def test_no_memory_in_a_step_ends_the_run_and_keeps_the_state(text, tmp_path, capsys, monkeypatch):
+    out, gradients = tmp_path / "run", Step.gradients
+    steps = []
+
+    def second(self, *arguments, **more):
+        steps.append(1)
+        return gradients(self, *arguments, **more) if len(steps) == 1 else exhausted()
+
+    monkeypatch.setattr(Step, "gradients", second)
+    assert main(flags(text, out)) == loop.FAILED
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "error: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5 bytes.; stopped after step 1" in printed
+    assert "saved at step 1" in printed
+
+
 def test_an_error_in_a_running_step_saves_and_is_told(text, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     write = MetricsWriter.write

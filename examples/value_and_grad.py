@@ -10,7 +10,7 @@ config = oomb_jax.Config(chunk=256, page=64)
 optimizer = optax.adam(3e-3)
 
 
-@jax.jit(donate_argnames=("model", "state", "pools"))
+@jax.jit(donate_argnames=("model", "state", "pools"), compiler_options=oomb_jax.COMPILER_OPTIONS)
 def step(model, state, pools, tokens, labels):
     loss, grads, pools = oomb_jax.value_and_grad(model, pools, tokens, labels, config)
     updates, state = optimizer.update(grads, state, model)

@@ -237,6 +237,8 @@ def test_a_plan_for_a_computer_without_a_gpu_says_how_to_plan_for_one(capsys, mo
 def test_plan_flags_need_a_plan(capsys):
     assert main(["--json"]) == USAGE
     assert "go with --plan" in capsys.readouterr().err
+    assert main(["--plan", "--host-memory", "-5"]) == USAGE
+    assert "host_memory=-5: at least 0 GiB" in capsys.readouterr().err
     assert main(["--plan", "--device", "h300"]) == USAGE
     assert "device='h300': one of h200, h100" in capsys.readouterr().err
 

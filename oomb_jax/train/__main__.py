@@ -48,6 +48,8 @@ class PlanFlags:
         """
         if not self.plan and self != PlanFlags():
             raise ValueError("--device, --host-memory, --distinct-pages, --compile and --json go with --plan")
+        if self.host_memory is not None and self.host_memory < 0:
+            raise ValueError(f"host_memory={self.host_memory:g}: at least 0 GiB")
         return self
 
 

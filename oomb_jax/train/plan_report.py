@@ -33,7 +33,7 @@ def as_json(plan: Plan, distinct: float | None = None) -> dict[str, Any]:
         "hbm_layers": plan.config.hbm_layers,
         "time": None if seconds is None else seconds.phases | {"total": seconds.total},
         "time_measured": plan.machine.device is not None and plan.machine.device.measured,
-        "moved": None if seconds is None else seconds.moved,
+        "moved": None if seconds is None else {way: round(value) for way, value in seconds.moved.items()},
         "flops": None if seconds is None else seconds.flops,
         "distinct_pages": None if seconds is None else seconds.distinct,
         "largest_ctx": longest_context(plan),
@@ -67,7 +67,7 @@ def describe(plan: Plan, distinct: float | None = None) -> str:
         room = "" if plan.machine.disk is None else f" of {plan.machine.disk / GIB:.1f}"
         each = {"checkpoint": plan.bytes.checkpoint, "exported model": plan.exported}
         lines += ["", "disk, GiB", *(_row(kind, f"{value / GIB:.2f}") for kind, value in each.items() if value)]
-        lines.append(_row("total", f"{plan.disk / GIB:.2f}") + f"{room}, for {plan.checkpoints} checkpoints at once")
+        lines.append(_row("total", f"{plan.disk / GIB:.2f}") + f"{room}, checkpoints at once: {plan.checkpoints}")
     lines.append("")
     lines += _time(plan, plan.seconds(distinct), distinct)
     lines += [f"note: {note}" for note in plan.notes]

@@ -258,16 +258,28 @@ def longest_context(plan: Plan) -> int:
 
 def alternatives(plan: Plan) -> tuple[str, ...]:
     """The fewest changes of settings with which the same context fits, up to three ways; empty where none does."""
+    return tuple(told for told, _ in _fitting(plan))
+
+
+def _fitting(plan: Plan) -> list[tuple[str, Plan]]:
+    """The same, each with its plan."""
     settings, changes = plan.settings, _changes(plan)
     for count in range(1, len(changes) + 1):
         found = []
         for names in itertools.combinations(changes, count):
             changed = {name: value for told in names for name, value in changes[told].items()}
-            if decide(dataclasses.replace(settings, **changed), plan.machine, plan.model_config).fits:
-                found.append(" ".join(names))
+            other = decide(dataclasses.replace(settings, **changed), plan.machine, plan.model_config)
+            if other.fits:
+                found.append((" ".join(names), other))
         if found:
-            return tuple(found[:3])
-    return ()
+            return found[:3]
+    return []
+
+
+def _with_what_it_takes(told: str, other: Plan) -> str:
+    """A way out, and what the program then chooses besides."""
+    chosen = [f"--{name.replace('_', '-')} {getattr(other.settings, name)}" for name in other.narrowed]
+    return f"{told} (and then takes {' '.join(chosen)})" if chosen else told
 
 
 def _changes(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -284,7 +296,7 @@ def _changes(plan: Plan) -> dict[str, dict[str, Any]]:
 def ways(plan: Plan) -> str:
     """What fits instead, for people."""
     found = [f"ctx={ctx} at most"] if (ctx := longest_context(plan)) else []
-    found += alternatives(plan)
+    found += [_with_what_it_takes(*way) for way in _fitting(plan)]
     if not found:
         changes = _changes(plan)
         everything = {name: value for change in changes.values() for name, value in change.items()}

@@ -22,7 +22,7 @@ help: ## show this list
 setup: ## make .venv with everything for development (EXTRAS=cuda13 or cuda12 for a GPU)
 	@sh scripts/setup dev$${EXTRAS:+,$$EXTRAS}
 
-demo: ## set up, train the tiny model on real text at a context of 16,384 and show the result (about 6 minutes)
+demo: ## set up, train the tiny model on real text at a context of 16,384 and show the result (about 7 minutes)
 	@echo "demo: trains a tiny model on the text of Python's standard library; the result goes to $(demo_run)"
 	@sh scripts/setup "$$EXTRAS"
 	@if [ -e $(demo_run) ]; then echo "demo: the result of the demo before goes to $(demo_run)-before"; \

@@ -162,20 +162,13 @@ def this(platform: str = "auto", host_memory: int | float | None = None) -> Mach
     """
     available = host_available() if host_memory is None else int(host_memory * GIB)
     found = None if platform == "cpu" or not _jax_has_gpu() else _nvidia_smi()
-    if found is None:
-        return Machine(
-            described=f"this CPU, {available / GIB:.0f} GiB of memory free",
-            platform="cpu",
-            device=None,
-            hbm=available,
-            host=0,
-        )
-    name, memory = found
+    name, memory = found or ("this CPU", None)
     known = next((DEVICES[key] for pattern, key in _NAMES.items() if re.search(pattern, name)), None)
     if memory is None:
+        whose = "of memory" if found is None else "of memory, which is the host's,"
         return Machine(
-            described=f"{name}, which shares the host's memory, {available / GIB:.0f} GiB free",
-            platform="gpu",
+            described=f"{name}, {available / GIB:.0f} GiB {whose} free",
+            platform="cpu" if found is None else "gpu",
             device=known,
             hbm=available,
             host=0,

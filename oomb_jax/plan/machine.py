@@ -127,9 +127,9 @@ class Machine:
     device: Device | None
     """Rates; None where they are not known, and no time is told."""
     hbm: int
-    """Bytes that a run may allocate on the device. Where it has none of its own, all there are."""
+    """Bytes that a run may allocate on the device. On a CPU, all there are."""
     host: int
-    """Bytes of host memory that pools and checkpoints may take; 0 where the two are one."""
+    """Bytes of host memory that pools and checkpoints may take; 0 on a CPU, where the two are one."""
     disk: int | None = None
     """Bytes that the checkpoints of a run may take where it writes; None where that is not known."""
 
@@ -162,18 +162,16 @@ def this(platform: str = "auto", host_memory: int | float | None = None) -> Mach
     """
     available = host_available() if host_memory is None else int(host_memory * GIB)
     found = None if platform == "cpu" or not _jax_has_gpu() else _nvidia_smi()
-    name, memory = found or ("this CPU", None)
-    known = next((DEVICES[key] for pattern, key in _NAMES.items() if re.search(pattern, name)), None)
-    if memory is None:
-        whose = "of memory" if found is None else "of memory, which is the host's,"
+    if found is None:
         return Machine(
-            described=f"{name}, {available / GIB:.0f} GiB {whose} free",
-            platform="cpu" if found is None else "gpu",
-            device=known,
+            described=f"this CPU, {available / GIB:.0f} GiB of memory free",
+            platform="cpu",
+            device=None,
             hbm=available,
             host=0,
         )
-    total, free = memory
+    name, total, free = found
+    known = next((DEVICES[key] for pattern, key in _NAMES.items() if re.search(pattern, name)), None)
     return Machine(
         described=f"{name}, {total / GIB:.0f} GiB; {available / GIB:.0f} GiB of host memory free",
         platform="gpu",
@@ -206,9 +204,9 @@ def _jax_has_gpu() -> bool:
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
 
 
-def _nvidia_smi() -> tuple[str, tuple[int, int] | None] | None:
-    """Name of the first GPU, the bytes that CUDA has there and those that are free, None where it has no memory of its
-    own; None where there is no GPU."""
+def _nvidia_smi() -> tuple[str, int, int] | None:
+    """Name, bytes that CUDA has and free bytes of the first GPU; None where there is none, and of a GPU that shares the
+    host's memory, of which the tool tells none."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name,memory.used,memory.free", "--format=csv,noheader,nounits"]
@@ -218,11 +216,11 @@ def _nvidia_smi() -> tuple[str, tuple[int, int] | None] | None:
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return None
-    name, used, free = (x.strip() for x in lines[0].rsplit(",", 2))
-    if used in ("[N/A]", "[Not Supported]"):
-        return name, None
+    name, used, free = lines[0].rsplit(",", 2)
+    if used.strip() == "[N/A]":
+        return None
     # What the tool calls the total has some 0.6 GiB more, which the driver keeps.
-    return name, ((int(used) + int(free)) * 2**20, int(free) * 2**20)
+    return name.strip(), (int(used) + int(free)) * 2**20, int(free) * 2**20
 
 
 def host_available(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:

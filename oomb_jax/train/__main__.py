@@ -73,8 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return show(command.settings, find_model(command.settings), command.plan)
         prepare_process(command.settings)
         # JAX reads its flags when it starts.
-        from jax.errors import JaxRuntimeError
-
         from oomb_jax.train.checkpoint import CheckpointError
         from oomb_jax.train.loop import train
 
@@ -82,12 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return train(command.settings, console)
         except CheckpointError as error:
             raise ValueError(str(error)) from error
-        except (JaxRuntimeError, MemoryError) as error:  # those of a step end the run in its loop
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise ValueError(
-                f"{reason}; the run did not begin. If memory is short though the plan fitted, something else holds it "
-                "(nvidia-smi, free -g): end that, or take less (--ctx, --offload)"
-            ) from error
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE

@@ -1,11 +1,13 @@
 """The training loop: steps, evaluations, checkpoints, and an orderly end whatever ends it."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,10 +60,12 @@ def train(settings: TrainConfig, console: Console) -> int:
     """
     check_directory(settings)
     with Signals() as signals:
-        run = prepare(settings, lambda text: console.print(text, highlight=False, soft_wrap=True))
+        with before_the_first_step():
+            run = prepare(settings, lambda text: console.print(text, highlight=False, soft_wrap=True))
         directory = run.settings.directory
         with Checkpoints(directory / "checkpoints", keep=run.settings.keep) as checkpoints:
-            training = start(run, checkpoints, console)
+            with before_the_first_step():
+                training = start(run, checkpoints, console)
             if training.step < run.settings.steps:
                 run.settings.save(directory / "settings.json")
             else:  # what the settings say of the steps that were made stays true
@@ -88,6 +92,19 @@ def train(settings: TrainConfig, console: Console) -> int:
                 console.print(f"warning: no pictures: {error}", highlight=False, soft_wrap=True)
             console.print(plots.summary(directory), soft_wrap=True)
         return status
+
+
+@contextlib.contextmanager
+def before_the_first_step() -> Iterator[None]:
+    """Raises ValueError, for people, where JAX or Python finds no memory; in a step `Loop` ends the run."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{reason}; the run did not begin. If memory is short though the plan fitted, something else holds it "
+            "(nvidia-smi, free -g): end that, or take less (--ctx, --offload)"
+        ) from error
 
 
 def export(run: Run, training: Training, console: Console) -> int:

@@ -223,9 +223,9 @@ def label(record: dict[str, Any]) -> str:
         chosen = "" if record["selection"] == "model" else f" ({record['selection']})"
         attention = f"top {record['pages']} pages{chosen}"
     if record.get("kv_dtype") is not None:  # older records do not have it
-        attention += f", keys and values in {record['kv_dtype']}"
+        attention += f", {record['kv_dtype']}"
     if record["hbm_layers"] is not None:
-        attention += f", pools of {record['hbm_layers']} layers in HBM"
+        attention += f", {record['hbm_layers']} layers in HBM"
     if record.get("matmul") is not None:
         attention += f", {record['matmul']} products"
     return f"chunked, {attention}, chunk {record['chunk']}, {record['remat']}, {dtypes}"

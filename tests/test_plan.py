@@ -107,6 +107,7 @@ def test_times_are_those_that_were_measured():
             chunk=record["chunk"],
             remat=record["remat"],
             grad_dtype=record["grad_dtype"],
+            kv_dtype=record.get("kv_dtype"),  # records of before that setting
             kv_grad_dtype=record["kv_grad_dtype"],
             hbm_layers=record["hbm_layers"],
         )

@@ -24,6 +24,7 @@ products take alone. The trace stays in `--trace`, for XProf or Perfetto.
 import dataclasses
 import datetime
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -38,8 +39,10 @@ from rich.console import Console
 from rich.table import Table
 from selections import forced, page_traffic
 
-from oomb_jax.config import Remat
+from oomb_jax.config import Config, Remat
 from oomb_jax.forward import together
+from oomb_jax.plan import Job, account, host_available
+from oomb_jax.plan.machine import for_pools
 from oomb_jax.selection import attention_share
 from oomb_jax.train.metrics import model_flops, peak_flops
 
@@ -113,6 +116,20 @@ class Settings:
             raise ValueError(f"selection={self.selection!r}: of --attention topk and --method chunked only")
 
 
+def check_host(model: Any, config: Config, context: int, free: int) -> None:
+    """ValueError where so many free bytes are too few for the pools on the host: the system would kill the process."""
+    job = Job(model=model, config=config, ctx=context)
+    host, room = account(job).host, for_pools(free)
+    pools = host["kv"] + host["kv_gradients"]
+    if pools > room:
+        more = math.ceil(job.host_layers * (1 - room / pools))
+        raise ValueError(
+            f"--contexts {context}: pools of {pools / GIB:.1f} GiB in host memory, which has room for "
+            f"{room / GIB:.1f}; take --hbm-layers {(config.hbm_layers or 0) + more}, narrower pools (--kv-dtype float8_e4m3fn, "
+            "--kv-grad-dtype bfloat16) or fewer tokens"
+        )
+
+
 def measure(settings: Settings, context: int) -> dict[str, Any]:
     """One context; runs in a process of its own."""
     import functools
@@ -125,6 +142,7 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
     plain = "chunk", "remat", "grad_dtype", "kv_dtype", "kv_grad_dtype", "hbm_layers", "implementation", "matmul"
     attention = oomb_jax.TopK(pages=settings.pages) if settings.attention == "topk" else oomb_jax.Dense()
     config = oomb_jax.Config(attention=attention, **{key: getattr(settings, key) for key in plain})
+    check_host(oomb_jax.models.abstract(settings.model), config, context, host_available())
     model = oomb_jax.models.create(settings.model, key=jax.random.key(0))
     ids = jax.random.randint(jax.random.key(1), (context + 1,), 0, model.config.vocab_size, jnp.int32)
     pools = oomb_jax.create_pools(model, context, config) if settings.method == "chunked" else None

@@ -14,8 +14,8 @@ GIB = 2**30
 
 SYSTEM, BESIDE_PINNED = 10 * GIB, 0.07
 """Host memory that the system, Python and the libraries take, and what is taken besides for each byte that is pinned.
-On one H200 a process with pools of 16 GiB on the host took 22.4, one of 54 took 62.8, one of 220 took 234.1, and one
-of 232 needed more than the 251.8 that there were. A process that takes more is killed without a word."""
+On one H200 a process with pools of 16 GiB on the host took 22.4, one of 54 took 62.8, one of 220 took 234.1; one of 112
+needed more than the 125 that there were, one of 232 more than 251.8. A process that takes more is killed unheard."""
 
 PROCESS, OF_PINNED = 5 * GIB, 0.04
 """Of these what a training process takes, by the same runs and one without pools on the host: 5.0 GiB, and for each

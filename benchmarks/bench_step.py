@@ -125,8 +125,8 @@ def check_host(model: Any, config: Config, context: int, free: int) -> None:
         more = math.ceil(job.host_layers * (1 - room / pools))
         raise ValueError(
             f"--contexts {context}: pools of {pools / GIB:.1f} GiB in host memory, which has room for "
-            f"{room / GIB:.1f}; take --hbm-layers {(config.hbm_layers or 0) + more}, narrower pools (--kv-dtype float8_e4m3fn, "
-            "--kv-grad-dtype bfloat16) or fewer tokens"
+            f"{room / GIB:.1f}; take --hbm-layers {(config.hbm_layers or 0) + more}, narrower pools "
+            "(--kv-dtype float8_e4m3fn, --kv-grad-dtype bfloat16) or fewer tokens"
         )
 
 

@@ -137,6 +137,8 @@ def check_directory(settings: TrainConfig) -> None:
             f"out={directory}: holds a run that is saved at step {steps[-1]}; go on with it (--resume), use another "
             "--out, or remove it"
         )
+    if settings.export and not settings.resume and any(exported.glob("*.safetensors")):
+        raise ValueError(f"export: {exported} holds a trained model; move it away, or use another --out")
     if settings.resume and not steps:
         raise ValueError(f"out={directory}: no finished checkpoint to resume from; start without --resume")
     for extra, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):

@@ -327,6 +327,18 @@ def test_a_second_run_does_not_overwrite_the_first(text, tmp_path, capsys):
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_without_checkpoints_does_not_overwrite_a_model(text, tmp_path, capsys):
+    command = [*flags(text, tmp_path / "run", steps=1, save_every=0), "--export"]
+    assert main(command) == 0
+    model = tmp_path / "run" / "model"
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    assert main([*command, "--seed", "1"]) == USAGE
+    assert f"{model} holds a trained model; move it away, or use another --out" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    model.rename(tmp_path / "moved")
+    assert main(command) == 0
+
+
 def test_a_state_that_is_streamed_to_the_disk_is_not_updated_meanwhile(text, tmp_path, monkeypatch):
     """The next step's gradient may be, and is."""
     assert main(flags(text, tmp_path / "whole", steps=3, save_every=1)) == 0

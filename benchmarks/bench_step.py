@@ -265,7 +265,7 @@ def table(records: list[dict[str, Any]]) -> Table:
 
 
 def draw(records: list[dict[str, Any]]) -> Figure:
-    """Left, speed by context; right, memory by context. Forced selections lie on the line of the model's: left out."""
+    """Left, speed by context; right, memory by context. Forced selections are in the table alone."""
     figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     shown = [r for r in records if r["selection"] == "model"]

@@ -62,9 +62,9 @@ class Device:
 
 
 # Measured on one H200 (benchmarks/results/step.json, kernels.json, benchmarks/notes.md): products of qwen2.5-7b 690 to
-# 720 TFLOP/s; attention of 4,096 queries over 32,768 keys; scores 0.34 ms and 0.65 ms for a chunk and layer at 16,384
-# and 32,768 pages, the choice 0.13 and 0.2; PCIe Gen5 x16 44 GiB/s with copies both ways. With 23 and 28
-# seconds of pages beside it a step of 38 took 6 and 8 longer, with the product kernel that leaves movers room; cuBLAS,
+# 720 TFLOP/s; attention of 4,096 queries over 32,768 keys; scores 0.34 ms and 0.63 ms for a chunk and layer at 16,384
+# and 32,768 pages, the choice 0.11 and 0.22; PCIe Gen5 x16 44 GiB/s with copies both ways. With 23 and 28
+# seconds of pages beside it a step of 38 took 5 and 8 longer, with the product kernel that leaves movers room; cuBLAS,
 # which multiplies on other GPUs, lost half of such time.
 _H200 = Device(
     name="h200",

@@ -142,7 +142,8 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
     plain = "chunk", "remat", "grad_dtype", "kv_dtype", "kv_grad_dtype", "hbm_layers", "implementation", "matmul"
     attention = oomb_jax.TopK(pages=settings.pages) if settings.attention == "topk" else oomb_jax.Dense()
     config = oomb_jax.Config(attention=attention, **{key: getattr(settings, key) for key in plain})
-    check_host(oomb_jax.models.abstract(settings.model), config, context, host_available())
+    if settings.method == "chunked":
+        check_host(oomb_jax.models.abstract(settings.model), config, context, host_available())
     model = oomb_jax.models.create(settings.model, key=jax.random.key(0))
     ids = jax.random.randint(jax.random.key(1), (context + 1,), 0, model.config.vocab_size, jnp.int32)
     pools = oomb_jax.create_pools(model, context, config) if settings.method == "chunked" else None

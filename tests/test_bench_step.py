@@ -33,6 +33,16 @@ def test_pools_that_the_host_cannot_hold_are_refused_and_the_named_layers_fit():
         check_host(MODEL, config(hbm_layers=layers - 1), 2**20, FREE)
 
 
+def test_a_measurement_begins_with_that(monkeypatch):
+    import bench_step
+
+    monkeypatch.setattr(bench_step, "host_available", lambda: FREE)
+    monkeypatch.setattr(oomb_jax.models, "create", lambda *_, **__: pytest.fail("made the model first"))
+    settings = bench_step.Settings(attention="topk", hbm_layers=0)
+    with pytest.raises(ValueError, match=r"--contexts 1048576: pools of 168\.0 GiB"):
+        bench_step.measure(settings, 2**20)
+
+
 def test_pools_that_fit_are_not_refused():
     from bench_step import check_host
 

@@ -207,7 +207,9 @@ def measure(settings: Settings, context: int) -> dict[str, Any]:
     if settings.profile:
         from step_profile import breakdown
 
-        with jax.profiler.trace(str(settings.trace)):
+        options = jax.profiler.ProfileOptions()
+        options.host_tracer_level = options.python_tracer_level = 0  # of a long step they would be millions of events
+        with jax.profiler.trace(str(settings.trace), profiler_options=options):
             seconds = run()
         record["profile"] = breakdown(settings.trace, seconds, sizes, context, config)
     return record

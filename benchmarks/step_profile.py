@@ -27,7 +27,12 @@ PHASES = "fill", "recompute", "head", "backward"
 KINDS = {
     "attention": re.compile(r"paged_attention|cudnn.*sdpa|flash|fmha"),
     "matmul": re.compile(r"nvjet|gemm|cutlass|xmma|cublas|^matmul"),
+    "selection": re.compile(r"page_scores|^sort_"),  # nothing else in a step sorts; XLA forgets for whom it does
 }
+SCOPES = {"selection": re.compile(r"\b(selection|slots)\b"), "recall": re.compile(r"\brecall\b")}
+"""What else belongs to a kind: scopes that the code names."""
+LISTED = 60
+"""Kernels that a profile names."""
 MOVER = re.compile(r"_(fetch|fetch_wider|store|add)$")
 
 Kernel = tuple[float, float, str, str]
@@ -45,8 +50,7 @@ def breakdown(trace: Path, seconds: float, sizes: ModelConfig, context: int, con
         found = _phases(scope)
         # A kernel that lost its scope belongs to the one before it.
         phase = found[0] if found else phase if not scope else "other"
-        kind = next((kind for kind, pattern in KINDS.items() if pattern.search(name)), "other")
-        phases[phase][kind] += milliseconds
+        phases[phase][_kind(name, scope)] += milliseconds
         total += milliseconds
     alone = matmul_milliseconds(sizes, context, config)
     inside = sum(phase["matmul"] for phase in phases.values())
@@ -57,7 +61,22 @@ def breakdown(trace: Path, seconds: float, sizes: ModelConfig, context: int, con
         "matmul_alone_over_step": round(sum(alone.values()) / inside, 3),
         "matmul_alone_milliseconds": {name: round(value, 1) for name, value in alone.items()},
         "movers": movers(streams),
+        "kernels": kernels(_busiest(streams)),
     }
+
+
+def kernels(stream: list[Kernel]) -> list[dict[str, Any]]:
+    """Those of a stream that take longest: their kind, name, the end of their scope, how many, and milliseconds."""
+    sums: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0, 0.0])
+    for _, milliseconds, name, scope in stream:
+        told = sums[name, scope]
+        told[0] += 1
+        told[1] += milliseconds
+    longest = sorted(sums.items(), key=lambda item: -item[1][1])[:LISTED]
+    return [
+        {"kind": _kind(*key), "name": key[0][:80], "scope": key[1][-80:], "number": n, "milliseconds": round(ms, 1)}
+        for key, (n, ms) in longest
+    ]
 
 
 def movers(streams: list[list[Kernel]]) -> dict[str, dict[str, float]]:
@@ -86,6 +105,12 @@ def movers(streams: list[list[Kernel]]) -> dict[str, dict[str, float]]:
         name: {"milliseconds": round(all_of_it, 1), "hidden": round(hidden / all_of_it, 3)}
         for name, (all_of_it, hidden) in sorted(sums.items())
     }
+
+
+def _kind(name: str, scope: str) -> str:
+    found = [kind for kind, pattern in KINDS.items() if pattern.search(name)]
+    found += [kind for kind, pattern in SCOPES.items() if pattern.search(scope)]
+    return found[0] if found else "other"
 
 
 def _phases(scope: str) -> list[str]:

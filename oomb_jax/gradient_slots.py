@@ -51,6 +51,7 @@ class Turnover(NamedTuple):
     """Which of these had no gradient yet."""
 
 
+@jax.named_scope("slots")
 def turn_over(
     slots: GradientSlots, first: Int[Array, ""], rows: int, pages: Int[Array, "layers U"]
 ) -> tuple[Turnover, GradientSlots]:

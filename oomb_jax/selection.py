@@ -11,7 +11,8 @@ Barrier" (arXiv 2602.02108). The candidates are the pages before the chunk that 
 page. Segment ids never decrease, so they are the last pages before the chunk, and all of one document: that of the
 query page's first token.
 
-All functions are pure, have static shapes, and serve one layer. -1 stands for "no page" and "no slot".
+All functions are pure, have static shapes, and serve one layer. -1 stands for "no page" and "no slot". Scopes are named
+so that a profile tells what the choice costs.
 """
 
 import dataclasses
@@ -81,6 +82,7 @@ def representatives(k: Keys, page: int) -> Float[Array, "pages M H"]:
     return jnp.mean(k.reshape(C // page, page, M, H), axis=1, dtype=accumulator(k.dtype)).astype(k.dtype)
 
 
+@jax.named_scope("selection")
 def select(
     attention: TopK,
     q: Queries,
@@ -159,6 +161,7 @@ class Staging(NamedTuple):
     """The slot of each entry; -1 where the table has -1."""
 
 
+@jax.named_scope("slots")
 def stage(table: Int[Array, "R *M K"], pages: int) -> Staging:
     """Slots for the distinct pages of a chunk and layer: U = min(pages, entries of the table), so all have one.
 
@@ -221,6 +224,7 @@ def attention_share(selection: Int[Array, "n L R *M K"], page: int) -> Float[Arr
     return (chosen + own) / (earlier + own)
 
 
+@jax.named_scope("recall")
 def attention_mass(
     q: Queries,
     k_new: Keys,

@@ -83,6 +83,7 @@ class ByPage(NamedTuple):
     the chunk's own pages."""
 
 
+@jax.named_scope("slots")
 def by_page(table: Int[Array, "R *M K"], P: int, *, own: int, heads: int) -> ByPage:
     """The rows of a table by the pages that they name.
 

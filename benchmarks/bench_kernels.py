@@ -3,10 +3,11 @@
     XLA_FLAGS=--xla_gpu_enable_command_buffer= python benchmarks/bench_kernels.py
 
 The problems: one row of random pages for all queries (dense), the same number of keys with the chunk among them, and
-Top-K, where every query page has a row of random pages, or the same row, or one for each key/value head. All have the
-chunk's own keys, causally; every pair of a query and a key that it sees counts, two matrix products forward and five
-backward. cuDNN's backward is its forward and backward less its forward. Errors are relative, against float32 on the
-host: of the last query page and the first key/value head, and for keys of one page.
+Top-K, where every query page has a row of random pages, or the same row, or one for each key/value head, or what a
+model with random weights chooses. All have the chunk's own keys, causally; every pair of a query and a key that it sees
+counts, two matrix products forward and five backward. cuDNN's backward is its forward and backward less its forward.
+Errors are relative, against float32 on the host: of the last query page and the first key/value head, and for keys of
+one page.
 
 Then what a chunk of one layer waits for before Top-K attention: the scores of all pages, and with them the choice and
 its slots, in a loop on the device.
@@ -31,12 +32,16 @@ import numpy as np
 import tyro
 from jax import lax
 
+import oomb_jax
 from oomb_jax.pallas_kernels.page_score import page_scores
 from oomb_jax.pallas_kernels.paged_attention import paged_attention, paged_attention_vjp
 from oomb_jax.selection import TopK, select, stage
 
 MATMUL = 8192
 """Side of the matrix product that stands for the chip's peak."""
+
+MODEL, MODEL_LAYERS = "qwen2.5-7b", 4
+"""What chooses pages as a model does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,13 +105,29 @@ def tables(settings: Settings) -> dict[str, np.ndarray]:
         return np.stack(each).reshape(*lists, pages).astype(np.int32)
 
     C, S, K = settings.queries, settings.page, settings.top_k
-    return {
+    result = {
         "dense": draw(1, pages=settings.keys // S),
         "dense with chunk": draw(1, pages=(settings.keys - C) // S),
         "top-k": draw(C // S, pages=K),
         "top-k, the same pages": np.repeat(draw(1, pages=K), C // S, axis=0),
         "top-k, lists of heads": draw(C // S, settings.kv_heads, pages=K),
     }
+    name = "top-k, the model's pages"
+    return result | ({name: chosen(settings)} if not settings.only or name in settings.only else {})
+
+
+def chosen(settings: Settings) -> np.ndarray:
+    """What the last chunk of random tokens, as many as the pool has, chooses in the last of a few random layers."""
+    sizes = dataclasses.replace(oomb_jax.models.config(MODEL), num_hidden_layers=MODEL_LAYERS)
+    model = oomb_jax.models.create(sizes, key=jax.random.key(0))
+    tokens = settings.pool * settings.page
+    config = oomb_jax.Config(attention=TopK(pages=settings.top_k), chunk=settings.queries, page=settings.page)
+    ids = jax.random.randint(jax.random.key(1), (tokens,), 0, sizes.vocab_size)
+    losses = functools.partial(oomb_jax.token_losses, config=config)
+    run = jax.jit(losses, donate_argnums=1, compiler_options=oomb_jax.COMPILER_OPTIONS)
+    _, pools = run(model, oomb_jax.create_pools(model, tokens, config), ids, ids)
+    assert pools.selection is not None
+    return np.asarray(pools.selection[-1, -1])
 
 
 def problem(settings: Settings, table: np.ndarray, seed: int) -> Problem:

@@ -37,22 +37,26 @@ def head_gradient(
 
 
 def embed_gradient(outer: Any, grads: Any, tokens: Int[Array, " C"], dh: Hidden) -> Any:
-    """`grads` with the gradient of embedding the tokens added, summed in float32 (float64).
+    """`grads` with the gradient of embedding the tokens added, summed in float32 (float64) over a chunk.
 
     A plain scatter-add would sum the rows of a repeated token in bfloat16, and on a GPU in an order that changes from
-    run to run. Here a 0/1 matrix sums the rows of each distinct token first, then every token is scattered once.
+    run to run. Here a 0/1 matrix sums the rows of each distinct token first, then every token is scattered once, into
+    the gradient itself: as a value of its own that of a large vocabulary is gigabytes of zeros.
     """
-    dtype = accumulator(dh.dtype)
-    wide = _widened(outer, dtype)
     rows = divisor(tokens.shape[0], EMBED_ROWS)
+    # Cast only in name: a lookup's gradient uses no value.
+    alike = jax.tree.map(lambda x, grad: x.astype(grad.dtype), outer, grads)
 
     def block(grads, part):
         tokens, dh = part
         unique = jnp.unique(tokens, size=rows, fill_value=-1)
         same = (unique[:, None] == tokens[None, :]).astype(dh.dtype)
-        sums = jnp.matmul(same, dh, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
-        h, vjp = jax.vjp(lambda outer: outer.embed(jnp.maximum(unique, 0)), wide)
-        return add(grads, vjp(sums.astype(h.dtype))[0]), None
+        sums = jnp.matmul(same, dh, precision=lax.Precision.HIGHEST, preferred_element_type=accumulator(dh.dtype))
+        vjp: Any
+        h, vjp = jax.vjp(lambda outer: outer.embed(jnp.maximum(unique, 0)), alike)
+        refs = jax.tree.map(jax.new_ref, grads)
+        vjp.with_refs(refs)(sums.astype(h.dtype))
+        return jax.tree.map(jax.freeze, refs), None
 
     return lax.scan(block, grads, (tokens.reshape(-1, rows), dh.reshape(-1, rows, dh.shape[1])))[0]
 

@@ -16,6 +16,7 @@ CASES = {
     "dense": "--ctx 16384 --attention dense",
     "dense, recomputed, bfloat16 sums": "--ctx 65536 --attention dense --remat full "
     "--grad-dtype bfloat16 --kv-grad-dtype bfloat16",
+    "Top-K, recomputed, bfloat16 sums": "--ctx 65536 --remat full --grad-dtype bfloat16 --kv-grad-dtype bfloat16",
     "everything saved": "--ctx 65536 --attention dense --remat none",
     "pools on the host": "--ctx 262144 --offload all --grad-dtype bfloat16",
     "float8 pools on the host": "--model qwen2.5-0.5b --ctx 65536 --offload all --kv-dtype float8_e4m3fn",

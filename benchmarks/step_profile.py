@@ -27,7 +27,8 @@ PHASES = "fill", "recompute", "head", "backward"
 KINDS = {
     "attention": re.compile(r"paged_attention|cudnn.*sdpa|flash|fmha"),
     "matmul": re.compile(r"nvjet|gemm|cutlass|xmma|cublas|^matmul"),
-    "selection": re.compile(r"page_scores|^sort_"),  # nothing else in a step sorts; XLA forgets for whom it does
+    # XLA forgets for whom it sorts; besides the choice only the embedding's gradient has it sort, once a chunk.
+    "selection": re.compile(r"page_scores|^sort_"),
 }
 SCOPES = {"selection": re.compile(r"\b(selection|slots)\b"), "recall": re.compile(r"\brecall\b")}
 """What else belongs to a kind: scopes that the code names."""

@@ -37,28 +37,27 @@ def head_gradient(
 
 
 def embed_gradient(outer: Any, grads: Any, tokens: Int[Array, " C"], dh: Hidden) -> Any:
-    """`grads` with the gradient of embedding the tokens added, summed in float32 (float64) over a chunk.
+    """`grads` with the gradient of embedding the tokens added, summed in float32 (float64).
 
     A plain scatter-add would sum the rows of a repeated token in bfloat16, and on a GPU in an order that changes from
-    run to run. Here a 0/1 matrix sums the rows of each distinct token first, then every token is scattered once, into
-    the gradient itself: as a value of its own that of a large vocabulary is gigabytes of zeros.
+    run to run. Here a 0/1 matrix sums the rows of each distinct token first, then every token is scattered once.
     """
+    dtype = accumulator(dh.dtype)
+    wide = _widened(outer, dtype)
     rows = divisor(tokens.shape[0], EMBED_ROWS)
-    # Cast only in name: a lookup's gradient uses no value.
-    alike = jax.tree.map(lambda x, grad: x.astype(grad.dtype), outer, grads)
 
-    def block(grads, part):
-        tokens, dh = part
+    def block(i, grads):
+        tokens, dh = (x[i] for x in blocks)
         unique = jnp.unique(tokens, size=rows, fill_value=-1)
         same = (unique[:, None] == tokens[None, :]).astype(dh.dtype)
-        sums = jnp.matmul(same, dh, precision=lax.Precision.HIGHEST, preferred_element_type=accumulator(dh.dtype))
-        vjp: Any
-        h, vjp = jax.vjp(lambda outer: outer.embed(jnp.maximum(unique, 0)), alike)
-        refs = jax.tree.map(jax.new_ref, grads)
-        vjp.with_refs(refs)(sums.astype(h.dtype))
-        return jax.tree.map(jax.freeze, refs), None
+        sums = jnp.matmul(same, dh, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+        h, vjp = jax.vjp(lambda outer: outer.embed(jnp.maximum(unique, 0)), wide)
+        return add(grads, vjp(sums.astype(h.dtype))[0])
 
-    return lax.scan(block, grads, (tokens.reshape(-1, rows), dh.reshape(-1, rows, dh.shape[1])))[0]
+    blocks = tokens.reshape(-1, rows), dh.reshape(-1, rows, dh.shape[1])
+    # XLA must not know the number of blocks: of a single one it may make the zeros that the table's gradient begins
+    # with before the layers go back, beside all that they kept; of a large vocabulary these are gigabytes.
+    return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(len(blocks[0]))), block, grads)
 
 
 def _widened(outer: Any, dtype) -> Any:

@@ -275,7 +275,8 @@ def _fill_scratch(job: Job) -> int:
 
 
 def _reverse_scratch(job: Job) -> int:
-    """The most of three moments: a tile of logits in the head, a layer backward and its attention."""
+    """The most of four moments: a tile of logits in the head, a layer backward and its attention, the gradient of the
+    embedding."""
     config, s = job.config, job.shapes
     V, C = s.head.shape[1], job.chunk
     wide = accumulator(s.h.dtype).itemsize
@@ -291,7 +292,9 @@ def _reverse_scratch(job: Job) -> int:
         backward += gradient_bytes(s.layer, config)
         backward += max(map(tree_bytes, s.layer))
     attention = 5 * hidden + _attention_scratch(job, 6)
-    return max(head, backward, attention)
+    # The embedding's gradient comes last, in the place of the activations.
+    embedding = s.head.size * wide - layer_count(job.model.layers) * tree_bytes(s.saved)
+    return max(head, backward, attention, embedding)
 
 
 def _choice_scratch(job: Job) -> int:
